@@ -1,0 +1,89 @@
+"""Does reuse change an answer? Greedy text cold, warm and by plain generate(), prompt by prompt.
+
+With --deterministic cold and warm must also agree bit by bit, in the logits and in all K/V.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from typing import Any
+
+import torch
+
+from kvboost import KVBoost
+from kvboost.core import Span
+from kvboost.engine.prefill import prefill
+from material import DTYPES, model, stream, tokenizer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--new", type=int, default=64, help="tokens to generate")
+    parser.add_argument("--longest", type=int, default=3000, help="tokens of the longest prompt")
+    parser.add_argument("--deterministic", action="store_true")
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for name in options.model:
+        words = tokenizer(name, options.model[0])
+        bare = None if options.deterministic else model(name, DTYPES[options.dtype])
+        own = model(name, DTYPES[options.dtype])
+        engine = KVBoost(own, words, deterministic=options.deterministic)
+        for turn in range(options.prompts):
+            row = _compare(turn, bare, engine, words, options)
+            rows.append({"model": name.rstrip("/").split("/")[-1], "dtype": options.dtype} | row)
+            done = rows[-turn - 1 :]
+            print(
+                f"{done[-1]['model']} {options.dtype} {turn + 1:3} prompts:"
+                f" warm = cold {sum(r['warm_is_cold'] for r in done)}"
+                + (f", cold = plain {sum(r['cold_is_plain'] for r in done)}" if bare else "")
+                + (f", bitwise {sum(r['bitwise'] for r in done)}" if not bare else "")
+                + f"   (last: {row['tokens']} tokens, {row['reused']} reused)",
+                flush=True,
+            )
+        engine.close()
+    return rows
+
+
+def _compare(
+    turn: int, bare: Any, engine: KVBoost, words: Any, options: argparse.Namespace
+) -> dict[str, Any]:
+    chance = random.Random(turn)
+    # Lengths from 50 on, as many short as long by order of magnitude; shares from 0 to 99 %.
+    length = int(50 * (options.longest / 50) ** chance.random())
+    num_shared = int(length * 0.99 * turn / max(1, options.prompts - 1))
+    shared = stream(words, num_shared, seed=2 * turn) if num_shared else []
+    engine.warm(shared + stream(words, 40, seed=7))
+    prompt = shared + stream(words, length - num_shared, seed=2 * turn + 1)
+    cold = engine.generate(prompt, options.new, reuse="off")
+    if options.deterministic:
+        checks = {"bitwise": _is_bitwise_equal(engine, prompt)}
+    else:
+        ids = torch.tensor([prompt])
+        plain = bare.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.new, do_sample=False
+        )
+        checks = {"cold_is_plain": plain[0, len(prompt) :].tolist() == cold.token_ids}
+    warm = engine.generate(prompt, options.new)
+    return {
+        "tokens": len(prompt),
+        "shared": num_shared,
+        "reused": warm.cached_tokens,
+        "warm_is_cold": warm.token_ids == cold.token_ids,
+        **checks,
+    }
+
+
+def _is_bitwise_equal(engine: KVBoost, prompt: list[int]) -> bool:
+    parts = engine._parts  # noqa: SLF001 - looks behind the API on purpose
+    seen = []
+    for reuse in ("off", "exact"):
+        prefilled = prefill(prompt, parts, reuse=reuse, tenant="", capacity=len(prompt))
+        rest = [prompt[position] for position in prefilled.pending]
+        logits = parts.model.forward(prefilled.slots, rest, prefilled.pending)
+        rows = [plane.clone() for plane in prefilled.slots.read(Span(0, len(prompt)))]
+        parts.model.recycle(prefilled.slots)
+        seen.append([logits, *rows])
+    return all(torch.equal(cold, warm) for cold, warm in zip(*seen, strict=True))

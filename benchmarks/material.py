@@ -1,0 +1,60 @@
+"""Models and token streams for the benchmarks. Text comes from Python's own documentation."""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import lru_cache
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+RANDOM_1_5B = "random-1.5b"
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+
+
+def model(name: str, dtype: torch.dtype) -> Any:
+    """A model by name or folder, or random weights in the shape of Qwen2.5-1.5B (speed only)."""
+    if name != RANDOM_1_5B:
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+    config = Qwen2Config(
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        return Qwen2ForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def tokenizer(name: str, fallback: str) -> Any:
+    return AutoTokenizer.from_pretrained(fallback if name == RANDOM_1_5B else name)
+
+
+@lru_cache(maxsize=1)
+def documents() -> list[str]:
+    """Pages of the Python language reference, long ones first."""
+    pages = [re.sub(r"[*=~^]{3,}|\n{3,}", "\n\n", text).strip() for text in topics.values()]
+    return sorted(pages, key=len, reverse=True)
+
+
+def stream(tokenizer: Any, num_tokens: int, seed: int) -> list[int]:
+    """`num_tokens` tokens of running text that starts differently for every seed."""
+    pages = list(documents())
+    random.Random(seed).shuffle(pages)
+    tokens: list[int] = tokenizer(f"Part {seed}. ").input_ids
+    for page in pages:
+        if len(tokens) >= num_tokens:
+            break
+        tokens += tokenizer("\n\n" + page, add_special_tokens=False).input_ids
+    return tokens[:num_tokens]

@@ -1,0 +1,61 @@
+"""What does determinism cost? Cold prefill in pieces against prefill in one piece."""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from typing import Any
+
+from kvboost import KVBoost
+from material import DTYPES, model, stream, tokenizer
+from measure import ratio
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 1100, 2048, 2500, 4096])
+    parser.add_argument("--pieces", type=int, nargs="+", default=[128, 256, 512, 1024])
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for name in options.model:
+        words = tokenizer(name, options.model[0])
+        host = model(name, DTYPES[options.dtype])
+        engines = {None: KVBoost(host, words, reuse="off")}
+        for size in options.pieces:
+            engines[size] = KVBoost(host, words, reuse="off", deterministic=True, piece_tokens=size)
+        for length in options.lengths:
+            rows += _measure(name, length, engines, words, options)
+    return rows
+
+
+def _measure(
+    name: str,
+    length: int,
+    engines: dict[int | None, KVBoost],
+    words: Any,
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    times = defaultdict(list)
+    for turn in range(options.rounds + 1):
+        prompt = stream(words, length, seed=turn)
+        order = list(engines) if turn % 2 else list(engines)[::-1]
+        for size in order:
+            times[size].append(engines[size].generate(prompt, 1).ttft_ms / 1e3)
+        if turn == 0:
+            times.clear()
+    rows = []
+    for size in options.pieces:
+        figures = ratio(times[size], times[None])
+        rows.append(
+            {"model": name.rstrip("/").split("/")[-1], "dtype": options.dtype, "tokens": length}
+            | {"piece_tokens": size, "pieces_ms": figures["ours_ms"]}
+            | {"one_piece_ms": figures["bare_ms"], "ratio": figures["ratio"]}
+        )
+        print(
+            f"{rows[-1]['model']:32} {length:5} tokens, pieces of {size:5}:"
+            f" {figures['ours_ms']:9.1f} ms, in one {figures['bare_ms']:9.1f} ms,"
+            f" ratio {figures['ratio']:.3f}",
+            flush=True,
+        )
+    return rows

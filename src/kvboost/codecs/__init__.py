@@ -1,0 +1,1 @@
+"""K/V tensors <-> the bytes that tiers carry."""

@@ -1,0 +1,115 @@
+"""Every option, once: name, default, unit and allowed range."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from kvboost.core import ReuseMode
+from kvboost.errors import ConfigError
+
+MIB = 2**20
+
+
+def _about(text: str, *, low: int | None = None) -> dict[str, Any]:
+    """A field's help text and the least value that it may have."""
+    return {"help": text, "low": low}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `KVBoost(...)` and `KVBoost.from_pretrained(...)` take besides the model."""
+
+    reuse: ReuseMode = field(
+        default="exact",
+        metadata=_about("what to reuse: 'off', 'exact' or 'auto'; a request may override it"),
+    )
+    chunk_size: int = field(default=128, metadata=_about("tokens in a chunk", low=8))
+    chunk_boundary_window: int = field(
+        default=0,
+        metadata=_about(
+            "tokens a cut may move back to end a chunk at a line or sentence; 0: cut on the grid",
+            low=0,
+        ),
+    )
+    max_cache_bytes: int = field(
+        default=2048 * MIB, metadata=_about("budget of the memory tier, in bytes", low=1)
+    )
+    max_chunks: int | None = field(
+        default=None, metadata=_about("the most chunks to keep in memory; None: no limit", low=1)
+    )
+    deterministic: bool = field(
+        default=False,
+        metadata=_about("prefill in fixed pieces, so that cold and warm runs are equal bit by bit"),
+    )
+    piece_tokens: int = field(
+        default=512,
+        metadata=_about(
+            "tokens in a piece of deterministic prefill, a multiple of chunk_size", low=8
+        ),
+    )
+    strict: bool = field(
+        default=True,
+        metadata=_about("raise UnsupportedModel when certification fails; False: go without reuse"),
+    )
+
+    def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            _check_range(each.name, getattr(self, each.name), each.metadata["low"])
+        check_reuse(self.reuse)
+        if self.chunk_boundary_window >= self.chunk_size:
+            raise ConfigError(
+                f"chunk_boundary_window={self.chunk_boundary_window} must be below "
+                f"chunk_size={self.chunk_size}"
+            )
+        if self.deterministic and (
+            self.chunk_boundary_window or self.piece_tokens % self.chunk_size
+        ):
+            raise ConfigError(
+                "deterministic=True needs chunk_boundary_window=0 and piece_tokens a multiple of "
+                f"chunk_size; got window {self.chunk_boundary_window}, pieces of "
+                f"{self.piece_tokens}, chunks of {self.chunk_size}"
+            )
+
+
+def option_names() -> list[str]:
+    """The names of all options, in the order of their definition."""
+    return [each.name for each in dataclasses.fields(Options)]
+
+
+def make_options(values: Mapping[str, Any], also_known: Iterable[str] = ()) -> Options:
+    """Check names and values.
+
+    Raises:
+        ConfigError: an unknown name (the nearest of the options and `also_known` is suggested)
+            or a value out of range.
+    """
+    known = option_names()
+    for name in values:
+        if name not in known:
+            raise unknown_option(name, [*known, *also_known])
+    return Options(**values)
+
+
+def unknown_option(name: str, known: Iterable[str]) -> ConfigError:
+    """The error for a name that nothing takes."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return ConfigError(f"unknown option {name!r}{hint}")
+
+
+def check_reuse(value: object) -> ReuseMode:
+    """Pass a reuse mode on, or say which ones there are."""
+    if value not in get_args(ReuseMode):
+        raise ConfigError(f"reuse={value!r}: expected one of {', '.join(get_args(ReuseMode))}")
+    return value  # type: ignore[return-value]
+
+
+def _check_range(name: str, value: Any, low: int | None) -> None:
+    if low is None or value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ConfigError(f"{name}={value!r}: expected a whole number of at least {low}")

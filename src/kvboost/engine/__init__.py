@@ -1,0 +1,1 @@
+"""The engine: the stages put to work for one process."""

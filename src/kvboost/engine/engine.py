@@ -1,0 +1,312 @@
+"""`KVBoost`: the library's front door. Calls from any thread; requests are computed in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from tqdm.auto import tqdm
+
+from kvboost.build import build
+from kvboost.config import check_reuse, make_options, option_names
+from kvboost.core import ReuseMode
+from kvboost.engine.answer import answer
+from kvboost.engine.prefill import keys_of, warm_up
+from kvboost.engine.request import Request
+from kvboost.engine.results import (
+    CorrectnessReport,
+    GenerationMode,
+    GenerationResult,
+    WarmResult,
+)
+from kvboost.engine.stream import Event, TextStream
+from kvboost.engine.verify import PROMPTS, verify
+from kvboost.engine.worker import Worker
+from kvboost.errors import ConfigError
+from kvboost.models.hf import HFModel
+from kvboost.models.load import MODEL_ONLY, SHARED, boundary_tokens, load
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    Prompt: TypeAlias = str | Sequence[int]
+    Messages: TypeAlias = Sequence[Mapping[str, Any]]
+
+DEFAULT_NEW_TOKENS = 64
+MANY_TEXTS = 8  # from here on `warm` shows its progress
+# The engine gives these to generate() itself.
+OWNED = (
+    "attention_mask",
+    "cache_implementation",
+    "input_ids",
+    "inputs",
+    "inputs_embeds",
+    "past_key_values",
+)
+
+
+class KVBoost:
+    """A language model that does not read again what it has read before.
+
+    >>> engine = KVBoost.from_pretrained("path/or/name")          # doctest: +SKIP
+    >>> engine.warm(handbook)                                     # doctest: +SKIP
+    >>> engine.generate(handbook + question).output_text          # doctest: +SKIP
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **options: Any
+    ) -> None:
+        """Certify `model` and put it to work; `kvboost.config.Options` lists the options.
+
+        Until `close`, the model runs with our attention functions, also outside the engine.
+
+        Raises:
+            UnsupportedModel: the model's K/V cannot be reused (unless `strict=False`).
+            ConfigError: an option has a wrong name or value.
+        """
+        self._options = make_options(options)
+        self.tokenizer = tokenizer
+        hosted = HFModel(model, strict=self._options.strict)
+        snapped = self._options.chunk_boundary_window > 0
+        boundaries = boundary_tokens(tokenizer) if snapped else frozenset()
+        self._parts = build(self._options, hosted, boundaries)
+        self._worker = Worker()
+
+    @classmethod
+    def from_pretrained(cls, model: str, *, device: str | None = None, **arguments: Any) -> KVBoost:
+        """Load a model and its tokenizer by name or folder.
+
+        `arguments` are our options and those of Transformers' `from_pretrained` (dtype, revision,
+        gguf_file, quantization_config ...).
+        """
+        host_names = {*SHARED, *MODEL_ONLY}
+        own = {name: value for name, value in arguments.items() if name not in host_names}
+        make_options(own, also_known=host_names)
+        host = {name: value for name, value in arguments.items() if name in host_names}
+        return cls(*load(model, device, host), **own)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int | None = None,
+        *,
+        mode: GenerationMode | None = None,
+        reuse: ReuseMode | None = None,
+        tenant: str = "",
+        **arguments: Any,
+    ) -> GenerationResult:
+        """Answer a prompt, given as text or token ids.
+
+        Greedy unless `do_sample=True`; any argument of Transformers' `generate()` works. `tenant`
+        separates stores: one tenant's prompts never hit another's. `mode` is `reuse` by the names
+        of the original package.
+        """
+        request = self._request(prompt, max_new_tokens, mode, reuse, tenant, arguments)
+        return self._run(request)
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int | None = None,
+        *,
+        per_prompt: Sequence[Mapping[str, Any]] | None = None,
+        **arguments: Any,
+    ) -> list[GenerationResult]:
+        """Answer several prompts; what they share is computed once.
+
+        `per_prompt` holds arguments of single prompts, which win over the common ones.
+        """
+        own = per_prompt or [{}] * len(prompts)
+        if len(own) != len(prompts):
+            raise ConfigError(f"per_prompt has {len(own)} entries for {len(prompts)} prompts")
+        common = {"max_new_tokens": max_new_tokens, **arguments}
+        return [
+            self.generate(prompt, **{**common, **special})
+            for prompt, special in zip(prompts, own, strict=True)
+        ]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int | None = None,
+        *,
+        mode: GenerationMode | None = None,
+        reuse: ReuseMode | None = None,
+        tenant: str = "",
+        **arguments: Any,
+    ) -> TextStream:
+        """Like `generate`, but yields the text as it comes."""
+        request = self._request(prompt, max_new_tokens, mode, reuse, tenant, arguments)
+
+        def start(put: Callable[[Event], None], cancelled: threading.Event) -> None:
+            reply = self._submit(request.streamed(put, cancelled))
+            reply.add_done_callback(lambda done: put(done.exception() or done.result()))
+
+        return TextStream(start)
+
+    async def astream(self, prompt: Prompt, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
+        """`stream` for asyncio: the event loop stays free while the model computes."""
+        stream = self.stream(prompt, *args, **kwargs)
+        with stream:
+            while (piece := await asyncio.to_thread(next, stream, None)) is not None:
+                yield piece
+
+    def chat(
+        self,
+        messages: Messages,
+        max_new_tokens: int | None = None,
+        *,
+        tools: Any = None,
+        **kwargs: Any,
+    ) -> GenerationResult:
+        """Answer a conversation, in the model's own chat template.
+
+        Earlier messages keep their tokens from turn to turn, so that a history is found again.
+        """
+        tokens = self._chat_tokens(messages, tools=tools, add_generation_prompt=True)
+        return self.generate(tokens, max_new_tokens, **kwargs)
+
+    def warm(
+        self,
+        content: Prompt | Sequence[str] | Messages,
+        position_offset: int = 0,
+        *,
+        pin: bool = False,
+        ttl_s: float | None = None,
+        tenant: str = "",
+    ) -> WarmResult:
+        """Read text before it is needed: a text, a list of texts, chat messages, or token ids.
+
+        `pin` keeps it from being evicted, for `ttl_s` seconds if given.
+        """
+        if position_offset != 0:
+            raise ConfigError(f"position_offset={position_offset}: only 0 can be reused so far")
+        started = time.perf_counter()
+        texts = self._texts_to_warm(content)
+        num_tokens = num_computed = num_pinned = 0
+        for tokens in tqdm(texts, desc="warming", disable=len(texts) < MANY_TEXTS):
+            num_computed += self._worker.call(partial(warm_up, tokens, self._parts, tenant=tenant))
+            num_tokens += len(tokens)
+            if pin:
+                held = keys_of(tokens, self._parts, tenant)
+                num_pinned += self._parts.tier.pin(held, ttl_s)
+        total_ms = 1e3 * (time.perf_counter() - started)
+        return WarmResult(len(texts), num_tokens, num_computed, num_pinned, total_ms)
+
+    def verify_correctness(
+        self, prompts: Sequence[Prompt] | None = None, max_new_tokens: int = 32
+    ) -> CorrectnessReport:
+        """Check, on your prompts or on built-in ones, that reuse does not change answers.
+
+        Each prompt is stored, then answered with and without reuse. The report is true when it
+        holds, and prints as a sentence.
+        """
+        tokens = [self._tokens(prompt) for prompt in (PROMPTS if prompts is None else prompts)]
+        answers = [
+            self.generate(each, max_new_tokens, reuse="off", do_sample=False).token_ids
+            for each in tokens
+        ]
+        for each in tokens:
+            self.warm(each)
+        return self._worker.call(partial(verify, tokens, answers, self._parts))
+
+    def cache_stats(self) -> dict[str, Any]:
+        """Sizes and counts since the engine was made."""
+        self.flush()
+        counts, tier = self._parts.metrics.snapshot(), self._parts.tier.stats()
+        hits, misses = counts["exact_hits"], counts["misses"]
+        hit_rate = hits / (hits + misses) if hits + misses else 0.0
+        return {
+            "hot_chunks": tier.num_entries,
+            "hot_memory_mb": tier.size_bytes / 2**20,
+            "budget_mb": tier.budget_bytes / 2**20,
+            "pinned_chunks": tier.num_pinned,
+            "cache_hits": hits,
+            "approximate_hits": 0,
+            "cache_misses": misses,
+            "hit_rate": hit_rate,
+            "exact_hit_rate": hit_rate,
+            **counts,
+        }
+
+    def flush(self) -> None:
+        """Wait until what earlier calls computed is stored."""
+        self._worker.call(lambda: None)
+
+    def close(self) -> None:
+        """Finish storing and give the model back as it was."""
+        self._worker.close()
+        self._parts.model.release()
+
+    def __enter__(self) -> KVBoost:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _request(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int | None,
+        mode: GenerationMode | None,
+        reuse: ReuseMode | None,
+        tenant: str,
+        arguments: dict[str, Any],
+    ) -> Request:
+        started_at = time.perf_counter()
+        for name in OWNED:
+            if name in arguments:
+                raise ConfigError(f"{name!r} cannot be given: KVBoost brings its own")
+        for name in option_names():
+            if name in arguments:
+                raise ConfigError(f"{name!r} is set when the engine is made, not per request")
+        chosen = mode.reuse if mode is not None else reuse
+        arguments = {"do_sample": False, **arguments}
+        if max_new_tokens is not None:
+            arguments["max_new_tokens"] = max_new_tokens
+        elif not {"max_length", "generation_config"} & arguments.keys():
+            arguments["max_new_tokens"] = DEFAULT_NEW_TOKENS
+        return Request(
+            tokens=self._tokens(prompt),
+            reuse=check_reuse(chosen or self._options.reuse),
+            tenant=tenant,
+            arguments=arguments,
+            started_at=started_at,
+        )
+
+    def _submit(self, request: Request) -> Future[GenerationResult]:
+        return self._worker.submit(partial(answer, request, self._parts, self.tokenizer))
+
+    def _run(self, request: Request) -> GenerationResult:
+        reply = self._submit(request)
+        try:
+            return reply.result()
+        except BaseException:  # most of all KeyboardInterrupt: don't compute for nobody
+            request.cancelled.set()
+            raise
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        tokens = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
+        if not tokens:
+            raise ConfigError("the prompt is empty")
+        return tokens
+
+    def _chat_tokens(self, messages: Messages, **arguments: Any) -> list[int]:
+        encoded = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=True, **arguments
+        )
+        return list(encoded["input_ids"])
+
+    def _texts_to_warm(self, content: Prompt | Sequence[str] | Messages) -> list[list[int]]:
+        if isinstance(content, str):
+            return [self._tokens(content)]
+        if content and isinstance(content[0], Mapping):
+            return [self._chat_tokens(content)]  # type: ignore[arg-type]
+        if content and isinstance(content[0], str):
+            return [self._tokens(text) for text in content]  # type: ignore[arg-type]
+        return [self._tokens(content)]  # type: ignore[arg-type]

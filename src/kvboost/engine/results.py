@@ -1,0 +1,115 @@
+"""What the engine's calls return."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvboost.core import MatchKind, ReuseMode, Span
+
+
+class GenerationMode(enum.Enum):
+    """How much a request may reuse, by the names of the original package."""
+
+    BASELINE = "off"
+    PREFIX_CACHE = "exact"
+    CHUNK_KV_REUSE = "auto"
+
+    @property
+    def reuse(self) -> ReuseMode:
+        """The same as a `reuse` argument."""
+        return self.value
+
+
+@dataclass(frozen=True)
+class SpanReport:
+    """What became of one span of the prompt."""
+
+    span: Span
+    kind: MatchKind
+
+
+@dataclass(frozen=True)
+class ReuseReport:
+    """Where a prompt's K/V came from, and what finding it cost."""
+
+    spans: tuple[SpanReport, ...]
+    lookup_ms: float
+    load_ms: float
+    note: str = ""  # why nothing was looked for, where that is so
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """An answer and how it was made. Times start when the caller called."""
+
+    output_text: str
+    token_ids: list[int]
+    ttft_ms: float  # until the first token was there: lookup, load and prefill included
+    total_ms: float
+    prompt_tokens: int
+    cached_tokens: int  # prompt tokens that were not computed
+    reuse: ReuseReport
+    output_texts: list[str] = field(repr=False)  # all, where several sequences were asked for
+    output: Any = field(repr=False)  # what Transformers' generate() returned, without the cache
+
+    @property
+    def kv_reuse_ratio(self) -> float:
+        """Share of the prompt that was not computed, 0..1."""
+        return self.cached_tokens / self.prompt_tokens
+
+    @property
+    def tokens_per_sec(self) -> float:
+        """New tokens by the whole time of the call."""
+        return len(self.token_ids) / (self.total_ms / 1e3)
+
+
+@dataclass(frozen=True)
+class WarmResult:
+    """What `warm` read and stored."""
+
+    num_texts: int
+    num_tokens: int
+    num_computed: int  # tokens that were not in the store before
+    num_pinned: int  # chunks
+    total_ms: float
+
+
+@dataclass(frozen=True)
+class PromptCheck:
+    """One prompt with reuse against the same prompt without."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    max_kl: float  # nats, worst answer token
+    top1_ratio: float  # answer tokens whose most likely next token is the same
+    first_difference: int | None  # index of the first answer token that differs, None if none does
+
+
+@dataclass(frozen=True)
+class CorrectnessReport:
+    """True when every prompt reused something and no answer moved further than allowed."""
+
+    checks: tuple[PromptCheck, ...]
+    tolerance_kl: float
+    must_agree: bool  # whether answers must be the same token by token (not so in 16-bit dtypes)
+
+    def __bool__(self) -> bool:
+        return bool(self.checks) and all(self._holds(check) for check in self.checks)
+
+    def _holds(self, check: PromptCheck) -> bool:
+        agrees = check.first_difference is None or not self.must_agree
+        return check.cached_tokens > 0 and agrees and check.max_kl <= self.tolerance_kl
+
+    def __str__(self) -> str:
+        same = sum(check.first_difference is None for check in self.checks)
+        worst = max((check.max_kl for check in self.checks), default=0.0)
+        reused = sum(check.cached_tokens for check in self.checks)
+        total = sum(check.prompt_tokens for check in self.checks)
+        return (
+            f"{'correct' if self else 'NOT CORRECT'}: "
+            f"{same} of {len(self.checks)} answers the same, "
+            f"worst KL {worst:.2g} (allowed {self.tolerance_kl:.2g}), "
+            f"{reused} of {total} prompt tokens reused"
+        )

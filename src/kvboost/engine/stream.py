@@ -1,0 +1,52 @@
+"""Text that arrives while the engine generates it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+from kvboost.engine.results import GenerationResult
+
+Event = str | GenerationResult | BaseException
+
+
+class TextStream(Iterator[str]):
+    """Iterate for pieces of text; `result` holds the whole answer once they have ended.
+
+    Generation runs ahead of the reader and stops soon after the stream is closed or dropped.
+    """
+
+    def __init__(self, start: Callable[[Callable[[Event], None], threading.Event], None]) -> None:
+        """Call `start(put, cancelled)`; it puts text, and at the end the result or an error."""
+        self.result: GenerationResult | None = None
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._cancelled = threading.Event()
+        self._is_over = False
+        start(self._events.put, self._cancelled)
+
+    def __next__(self) -> str:
+        if self._is_over:
+            raise StopIteration
+        event = self._events.get()
+        if isinstance(event, str):
+            return event
+        self._is_over = True
+        if isinstance(event, BaseException):
+            raise event
+        self.result = event
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop generating; what comes after this is dropped."""
+        self._cancelled.set()
+        self._is_over = True
+
+    def __enter__(self) -> TextStream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._cancelled.set()

@@ -1,0 +1,1 @@
+"""The host: everything that knows Transformers."""

@@ -1,0 +1,153 @@
+"""The attention and mask functions that Transformers calls while our cache is in use.
+
+They change two things against Transformers' own: masks honour the positions of scattered queries
+(see `SlotCache.get_query_offset`), and on CPU, where Transformers follows rules made for CUDA,
+neither K/V heads nor the causal mask of appended tokens are written out in memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+SDPA, EAGER = "kvboost_sdpa", "kvboost_eager"
+
+# Up to here one kernel with a small mask is faster than two without (measured on AVX-512 and AMX).
+FEW_QUERIES = 64
+
+
+def name_for(native: str | None) -> str:
+    """Our counterpart of the attention implementation that the model was loaded with."""
+    return EAGER if native == "eager" else SDPA
+
+
+def register() -> None:
+    """Make both implementations known to Transformers. May be called again."""
+    AttentionInterface.register(SDPA, _sdpa_attention)
+    AttentionMaskInterface.register(SDPA, _sdpa_mask)
+    AttentionInterface.register(EAGER, _eager_attention)
+    AttentionMaskInterface.register(EAGER, eager_mask)
+
+
+def _sdpa_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """None where every query sees exactly the rows up to its own, the last query all of them."""
+    on_cpu = torch.device(device).type == "cpu"
+    is_scattered = isinstance(q_offset, torch.Tensor)
+    if on_cpu and allow_is_causal_skip and not is_scattered:
+        is_appended = q_offset + q_length == kv_length
+        is_windowed = local_size is not None and kv_length >= local_size
+        is_padded = attention_mask is not None and not bool(attention_mask.all())
+        is_cheap = q_length == 1 or q_offset == 0 or q_length > FEW_QUERIES
+        if is_appended and is_cheap and not is_windowed and not is_padded:
+            return None
+    mask: torch.Tensor | None = sdpa_mask(
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        # Transformers also skips the mask for a lone query, or for as many queries as rows:
+        # right for appended tokens, wrong for scattered ones.
+        allow_is_causal_skip=allow_is_causal_skip and not (on_cpu or is_scattered),
+        device=device,
+        **kwargs,
+    )
+    # The CPU kernel adds a mask of numbers; given booleans it converts them in every layer.
+    return _additive(mask, dtype) if on_cpu and mask is not None else mask
+
+
+def _sdpa_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        return _eager_attention(module, query, key, value, attention_mask, **kwargs)
+    special = [name for name in ("position_bias", "is_causal") if kwargs.get(name) is not None]
+    if query.device.type != "cpu" or special or not getattr(module, "is_causal", True):
+        result: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **kwargs
+        )
+        return result
+    scale, num_past = kwargs.get("scaling"), key.shape[2] - query.shape[2]
+    if attention_mask is None and num_past > 0 and query.shape[2] > 1:
+        output = _appended(query, key, value, scale)
+    else:
+        output = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            dropout_p=kwargs.get("dropout", 0.0),
+            scale=scale,
+            is_causal=attention_mask is None and query.shape[2] > 1,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _appended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Causal attention of the last tokens over all rows, without a mask.
+
+    Rows before the first query are seen by all queries; among themselves the queries are causal.
+    Two kernels do one part each, and the parts are joined by the weight of their softmax sums.
+    """
+    num_queries, num_past = query.shape[2], key.shape[2] - query.shape[2]
+    if key.shape[-1] != value.shape[-1]:  # no flash kernel: MLA
+        rows = torch.arange(key.shape[2])
+        mask = _additive(rows <= torch.arange(num_past, key.shape[2])[:, None], query.dtype)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+    past = (slice(None), slice(None), slice(0, num_past))
+    own = (slice(None), slice(None), slice(num_past, num_past + num_queries))
+    past_output, past_sum = flash(query, key[past], value[past], 0.0, False, scale=scale)  # noqa: FBT003
+    own_output, own_sum = flash(query, key[own], value[own], 0.0, True, scale=scale)  # noqa: FBT003
+    own_weight = torch.sigmoid(own_sum - past_sum)[..., None]
+    return torch.lerp(past_output.float(), own_output.float(), own_weight).to(query.dtype)
+
+
+def _eager_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The modeling file's own eager function: it knows soft-caps and sinks."""
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        attention_mask = _additive(attention_mask, query.dtype)
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    result: tuple[torch.Tensor, torch.Tensor | None] = eager(
+        module, query, key, value, attention_mask, **kwargs
+    )
+    return result
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """True -> 0, False -> the lowest number."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+        ~mask, torch.finfo(dtype).min
+    )

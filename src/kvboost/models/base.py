@@ -1,0 +1,44 @@
+"""What a stage may ask of a model and of its K/V buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvboost.core import KVGeometry, Provenance, Span
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvboost.codecs.base import KV
+
+
+class Slots(Protocol):
+    """The K/V of one sequence, a row for each position, rows filled in any order."""
+
+    provenance: Provenance
+
+    def write(self, span: Span, kv: KV) -> None:
+        """Copy the first `len(span)` tokens of `kv` to the rows of `span`."""
+
+    def read(self, span: Span) -> KV:
+        """The rows of `span`, as views."""
+
+
+class CausalModel(Protocol):
+    """One sparse prefill, and the facts that keys and codecs need."""
+
+    @property
+    def geometry(self) -> KVGeometry:
+        """The shape of this model's K/V."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Changes with anything that changes the K/V of given tokens."""
+
+    def forward(self, slots: Any, tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Run `tokens` at `positions`, write their rows, and return the logits of the last one.
+
+        Each token attends to all rows at or before its own position. The caller guarantees that
+        every row before the largest position was written, or is among `positions`.
+        """

@@ -1,0 +1,187 @@
+"""Find out by measurement, when a model is loaded, whether and how its K/V can be reused.
+
+Nothing here goes by a model's name: geometry is read off a run, our sparse prefill is compared
+with the model's own forward, and the rotation of every cached tensor is fitted and checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from transformers import DynamicCache
+
+from kvboost.core import KVGeometry, PlaneGroup, Rotation
+from kvboost.errors import UnsupportedModel
+from kvboost.models.slots import SlotCache
+from kvboost.rope import rotate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NUM_PROBE_TOKENS = 48
+# Relative error of a row of logits. fp32 leaves room for another summation order; 16-bit dtypes
+# for rounding, which a wrong mask or position exceeds many times over.
+LOGITS_TOLERANCE = {"float32": 1e-4, "float64": 1e-8, "float16": 2e-2, "bfloat16": 5e-2}
+ROTATION_TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "float16": 5e-3, "bfloat16": 2e-2}
+ROTATION_POSITIONS = (1, 37, 900)
+
+
+@dataclass(frozen=True)
+class Rotations:
+    """Per plane, how it turns with position (None: it does not); or why that is not known."""
+
+    planes: tuple[Rotation | None, ...] = ()
+    refusal: str = ""
+
+
+def probe_tokens(model: PreTrainedModel) -> torch.Tensor:
+    """Token ids to measure with, the same on every machine."""
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(5, vocabulary - 1, (NUM_PROBE_TOKENS,), generator=generator)
+    return tokens.to(model.device)
+
+
+def measure_geometry(model: PreTrainedModel) -> KVGeometry:
+    """Run one token and read off what each layer caches.
+
+    Raises:
+        UnsupportedModel: a layer keeps something other than K and V.
+    """
+    cached = list(_cached_tensors(model, probe_tokens(model)[:1, None], position=0))
+    shapes: dict[tuple[int, int], list[int]] = {}
+    for plane, tensor in cached:
+        shapes.setdefault((tensor.shape[1], tensor.shape[3]), []).append(plane)
+    groups = [PlaneGroup(tuple(planes), *shape) for shape, planes in shapes.items()]
+    dtypes = {tensor.dtype for _, tensor in cached}
+    if len(dtypes) != 1:
+        raise UnsupportedModel(f"layers cache in different dtypes: {dtypes}")
+    dtype = dtypes.pop()
+    num_layers = 1 + max(plane for plane, _ in cached) // 2
+    return KVGeometry(num_layers, tuple(groups), str(dtype).removeprefix("torch."), dtype.itemsize)
+
+
+def native_logits(model: PreTrainedModel) -> torch.Tensor:
+    """Logits of the probe tokens by the model's own full prefill [tokens, vocabulary]."""
+    logits: torch.Tensor = model(
+        input_ids=probe_tokens(model)[None], past_key_values=DynamicCache(), use_cache=True
+    ).logits[0]
+    return logits
+
+
+def check_sparse_prefill(
+    model: PreTrainedModel, geometry: KVGeometry, native: torch.Tensor
+) -> None:
+    """Compute every row, then some rows over again out of order, and compare both with `native`.
+
+    Raises:
+        UnsupportedModel: the results differ by more than rounding.
+    """
+    tokens = probe_tokens(model)
+    slots = SlotCache(geometry, len(tokens), tokens.device)
+    everything = list(range(len(tokens)))
+    again = everything[2::5] + everything[:1] + everything[-4:-2]
+    for positions in (everything, again):
+        for layer in slots.layers if positions is again else ():
+            if layer.keys is not None:
+                layer.keys[:, :, positions], layer.values[:, :, positions] = 9.0, -9.0
+        slots.scatter(positions)
+        place = torch.tensor(positions, device=tokens.device)
+        logits = model(
+            input_ids=tokens[place][None],
+            position_ids=place[None],
+            past_key_values=slots,
+            use_cache=True,
+        ).logits[0]
+        error = _row_error(logits, native[place], exact=geometry.dtype in ("float32", "float64"))
+        if not error <= LOGITS_TOLERANCE[geometry.dtype]:
+            raise UnsupportedModel(
+                f"sparse prefill of {len(positions)} of {len(tokens)} tokens differs from the "
+                f"model's own prefill by {error:.2g} of the logits' size in {geometry.dtype}"
+            )
+
+
+def measure_rotations(model: PreTrainedModel, geometry: KVGeometry) -> Rotations:
+    """Fit, for each plane, the rotation that carries K from position 0 to other positions.
+
+    A sequence of one token attends to itself alone, so in every layer its K and V depend on its
+    position through the rotary embedding and nothing else.
+    """
+    tokens = probe_tokens(model)[:8, None]
+    home = dict(_cached_tensors(model, tokens, position=0))
+    away = {p: dict(_cached_tensors(model, tokens, position=p)) for p in ROTATION_POSITIONS}
+    frequencies = {
+        tuple(buffer.double().tolist())
+        for name, buffer in model.named_buffers()
+        if name.endswith("inv_freq") and "original" not in name
+    }
+    tolerance = ROTATION_TOLERANCE[geometry.dtype]
+    found: list[Rotation | None] = []
+    for plane, at_home in sorted(home.items()):
+        moved = {position: tensors[plane] for position, tensors in away.items()}
+        candidates = [None, *_candidates(frequencies, at_home.shape[-1])]
+        best = min(candidates, key=lambda rotation: _misfit(at_home, moved, rotation))
+        misfit = _misfit(at_home, moved, best)
+        if not misfit <= tolerance:
+            what = f"{'KV'[plane % 2]} of layer {plane // 2}"
+            return Rotations(refusal=f"no rotation explains how {what} moves (misfit {misfit:.2g})")
+        found.append(best)
+    return Rotations(planes=tuple(found))
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Positions from which the rotary embedding of all tokens changes with the prompt's length."""
+    config = model.config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    layered = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in layered or [parameters]:
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            limit = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            return int(limit or config.max_position_embeddings)
+    return None
+
+
+def _cached_tensors(
+    model: PreTrainedModel, tokens: torch.Tensor, position: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(plane, tensor) for all that the model caches of one-token sequences at `position`."""
+    cache = DynamicCache(config=model.config)
+    positions = torch.full_like(tokens, position)
+    model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
+    for layer, content in enumerate(cache.layers):
+        if not hasattr(content, "keys"):
+            raise UnsupportedModel(f"layer {layer} keeps a recurrent state, not K/V")
+        if content.keys is not None:  # None: the layer shares another layer's K/V
+            yield 2 * layer, content.keys
+            yield 2 * layer + 1, content.values
+
+
+def _row_error(ours: torch.Tensor, native: torch.Tensor, *, exact: bool) -> float:
+    """Relative error of the worst row, or of the middle one where rounding may flip an expert."""
+    errors = (ours - native).float().norm(dim=-1) / native.float().norm(dim=-1)
+    return float(errors.max() if exact else errors.median())
+
+
+def _candidates(frequencies: set[tuple[float, ...]], head_dim: int) -> Iterator[Rotation]:
+    layouts: tuple[Literal["half", "interleaved"], ...] = ("half", "interleaved")
+    for inv_freq in sorted(frequencies):
+        width = 2 * len(inv_freq)
+        for offset in sorted({0, head_dim - width}) if width <= head_dim else ():
+            for layout in layouts:
+                yield Rotation(inv_freq, offset, layout)
+
+
+def _misfit(at_home: torch.Tensor, moved: dict[int, Any], rotation: Rotation | None) -> float:
+    """Largest relative error, by head and token, of what the rotation predicts."""
+    worst = 0.0
+    for position, actual in moved.items():
+        expected = at_home if rotation is None else rotate(at_home.float(), rotation, position)
+        distance = (expected.float() - actual.float()).norm(dim=-1)
+        size = actual.float().norm(dim=-1).clamp_min(1e-12)
+        worst = max(worst, float((distance / size).max()))
+    return worst

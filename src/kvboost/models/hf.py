@@ -1,0 +1,217 @@
+"""A Transformers causal LM as one sparse prefill plus Transformers' own `generate()`."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from kvboost.core import KVGeometry, Rotation
+from kvboost.errors import UnsupportedModel
+from kvboost.models import attention, certify
+from kvboost.models.fingerprint import fingerprint
+from kvboost.models.slots import SlotCache
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+CAPACITY_STEP = 256  # arbitrary; keeps buffers of similar requests interchangeable
+
+
+class HFModel:
+    """Owns how a model is run. Not thread-safe: one forward at a time."""
+
+    def __init__(self, model: PreTrainedModel, *, strict: bool = True) -> None:
+        """Certify `model` and switch it to our attention functions.
+
+        Raises:
+            UnsupportedModel: with the reason, if `strict`; else `refusal` holds the reason. The
+                model is left as it was.
+        """
+        self.model = model.eval()
+        self.name = f"{type(model).__name__} ({model.config.model_type})"
+        self._native_attention = model.config._attn_implementation  # noqa: SLF001
+        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
+        self._spare: SlotCache | None = None
+        self.refusal = ""
+        attention.register()
+        try:
+            self._certify()
+        except UnsupportedModel as error:
+            self.release()
+            self.refusal = f"{self.name}: {error}"
+            if strict:
+                raise UnsupportedModel(self.refusal) from error
+            log.warning("no reuse for %s", self.refusal)
+
+    @property
+    def geometry(self) -> KVGeometry:
+        """The shape of this model's K/V."""
+        return self._geometry
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Changes with anything that changes the K/V of given tokens."""
+        return self._fingerprint
+
+    @property
+    def rotations(self) -> tuple[Rotation | None, ...]:
+        """Per plane, how it turns with position; empty if that could not be certified."""
+        return self._rotations.planes
+
+    @property
+    def position_limit(self) -> int | None:
+        """Longer sequences cannot share K/V with shorter ones (None: no such limit)."""
+        return self._position_limit
+
+    def slots(self, num_tokens: int) -> SlotCache:
+        """An empty buffer for about `num_tokens` rows; hand it back with `recycle`."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.capacity >= num_tokens:
+            return spare.reuse()
+        capacity = -(-num_tokens // CAPACITY_STEP) * CAPACITY_STEP
+        return SlotCache(self._geometry, capacity, self.model.device)
+
+    def recycle(self, slots: SlotCache) -> None:
+        """Keep one buffer for the next request: fresh memory costs a page fault every 4 KiB."""
+        if slots.batch_size == 1:
+            self._spare = slots
+
+    @torch.no_grad()
+    def forward(
+        self,
+        slots: SlotCache,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        *,
+        num_logits: int = 1,
+    ) -> torch.Tensor:
+        """Run `tokens` at `positions` and write their rows.
+
+        Returns the logits of the last `num_logits` of them [num_logits, vocabulary]. Each token
+        attends to all rows at or before its own position.
+        """
+        if not (isinstance(positions, range) and positions.start == slots.length):
+            slots.scatter(positions)
+        device = self.model.device
+        keep = {"logits_to_keep": num_logits} if self._takes_logits_to_keep else {}
+        logits: torch.Tensor = self.model(
+            input_ids=torch.tensor([list(tokens)], device=device),
+            position_ids=torch.tensor([list(positions)], device=device),
+            past_key_values=slots,
+            use_cache=True,
+            **keep,
+        ).logits
+        return logits[0, -num_logits:]
+
+    def generate(
+        self, slots: SlotCache | None, tokens: Sequence[int], tokenizer: Any, **arguments: Any
+    ) -> Any:
+        """Transformers' `generate()` on top of the rows that `slots` holds already.
+
+        It computes the prompt's remaining tokens itself, so every sampling, stopping and
+        streaming argument works as documented there (`tokenizer` is for stop strings). Returns
+        its output object. Without `slots` Transformers uses a cache of its own.
+        """
+        config = self.generation_config(arguments)
+        num_sequences = max(config.num_beams or 1, config.num_return_sequences or 1)
+        if slots is not None and num_sequences > 1:
+            slots.batch_repeat_interleave(num_sequences)
+        input_ids = torch.tensor([list(tokens)], device=self.model.device)
+        return self.model.generate(
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            past_key_values=slots,
+            return_dict_in_generate=True,
+            tokenizer=tokenizer,
+            **arguments,
+        )
+
+    def generation_config(self, arguments: dict[str, Any]) -> GenerationConfig:
+        """The generation settings as they hold for these arguments of `generate()`."""
+        config, _ = self.model._prepare_generation_config(  # noqa: SLF001
+            arguments.get("generation_config"),
+            **{k: v for k, v in arguments.items() if k != "generation_config"},
+        )
+        return config
+
+    def release(self) -> None:
+        """Give the model back as it was."""
+        if self._hook is not None:
+            self._hook.remove()
+        if self._native_attention is not None:
+            self.model.set_attn_implementation(self._native_attention)
+        self._spare = None
+
+    @torch.no_grad()
+    def _certify(self) -> None:
+        started = time.perf_counter()
+        model = self.model
+        self._geometry = certify.measure_geometry(model)
+        native = certify.native_logits(model)
+        self._rotations = certify.measure_rotations(model, self._geometry)
+        self._position_limit = certify.position_limit(model)
+        wanted = attention.name_for(self._native_attention)
+        try:
+            model.set_attn_implementation(wanted)
+        except ValueError as error:
+            raise UnsupportedModel(f"its attention cannot be replaced: {error}") from error
+        if model.config._attn_implementation != wanted:  # noqa: SLF001
+            raise UnsupportedModel("its attention cannot be replaced")
+        self._hook = model.register_forward_pre_hook(_drop_known_tokens, with_kwargs=True)
+        certify.check_sparse_prefill(model, self._geometry, native)
+        self._fingerprint = fingerprint(model, self._geometry)
+        if self._rotations.refusal:
+            log.info("%s: exact reuse only: %s", self.name, self._rotations.refusal)
+        log.info("certified %s in %.1f s", self.name, time.perf_counter() - started)
+
+
+def _drop_known_tokens(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Cut tokens whose rows the cache holds already off the front of a forward's input.
+
+    Transformers' assisted decoding passes the whole prompt in its first step even when the cache
+    holds most of it (seen in 5.19 and 5.22), and would append those rows a second time.
+    """
+    slots, positions = kwargs.get("past_key_values"), kwargs.get("position_ids")
+    tokens = kwargs.get("input_ids")
+    if not isinstance(slots, SlotCache) or slots.scattered is not None:
+        return None
+    if tokens is None or positions is None or tokens.shape[1] == 1:
+        return None
+    num_known = slots.length - int(positions[..., 0].min())
+    if num_known <= 0:
+        return None
+    cut = {"input_ids": tokens[:, num_known:], "position_ids": positions[..., num_known:]}
+    return args, kwargs | cut
+
+
+class StepWatch(StoppingCriteria):
+    """Sees every decoding step: notes when the first token was there, and stops on request."""
+
+    def __init__(self, is_cancelled: Callable[[], bool]) -> None:
+        self.first_token_at: float | None = None
+        self._is_cancelled = is_cancelled
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Called by Transformers after each token; true for the sequences that shall end."""
+        if self.first_token_at is None:
+            if input_ids.is_cuda:
+                torch.cuda.synchronize(input_ids.device)
+            self.first_token_at = time.perf_counter()
+        shape, device = input_ids.shape[:1], input_ids.device
+        return torch.full(shape, self._is_cancelled(), device=device, dtype=torch.bool)
+
+
+def stopping_criteria(watch: StepWatch, others: Any) -> StoppingCriteriaList:
+    """The caller's criteria and ours."""
+    return StoppingCriteriaList([watch, *(others or [])])

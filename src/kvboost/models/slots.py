@@ -1,0 +1,177 @@
+"""The slot cache: a Transformers `Cache` over preallocated rows that can be written in any order.
+
+Transformers' own dynamic cache copies the whole cache for every token; here a step writes its
+rows in place and hands attention a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvboost.core import KVGeometry, Provenance, Span
+
+if TYPE_CHECKING:
+    from kvboost.codecs.base import KV
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's view of the buffers; all state lives in the cache."""
+
+    is_sliding = False  # rows are kept for the whole sequence; the mask applies the window
+    is_croppable = True
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__()
+        self._cache = cache
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: buffers exist from the start."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new rows in place; return views of all visible rows."""
+        cache = self._cache
+        visible = cache.visible_after(key_states.shape[2])
+        if visible > cache.capacity:
+            cache.grow(max(visible, 2 * cache.capacity))
+        if cache.scattered is None:
+            self.keys[:, :, cache.length : visible].copy_(key_states)
+            self.values[:, :, cache.length : visible].copy_(value_states)
+        else:
+            self.keys.index_copy_(2, cache.scattered, key_states)
+            self.values.index_copy_(2, cache.scattered, value_states)
+        if self is cache.last_layer:
+            cache.length, cache.scattered = visible, None
+        return self.keys[:, :, :visible], self.values[:, :, :visible]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Visible rows and the first of them."""
+        return self._cache.visible_after(query_length), 0
+
+    def get_seq_length(self) -> int:
+        """Rows before the next appended token."""
+        return self._cache.length
+
+    def get_max_length(self) -> int:
+        """No limit: the buffers grow."""
+        return -1
+
+
+class SlotCache(Cache):
+    """Rows for `capacity` positions of one sequence, or of several once beams are expanded.
+
+    By default a forward appends after `length`. `scatter` makes the next forward write (and
+    mask) at positions of its own.
+    """
+
+    def __init__(self, geometry: KVGeometry, capacity: int, device: torch.device) -> None:
+        self._geometry = geometry
+        self._dtype = getattr(torch, geometry.dtype)
+        self.provenance = Provenance.EXACT
+        self.capacity = capacity
+        self.length = 0
+        self.scattered: torch.Tensor | None = None
+        self._scattered_stop = 0
+        layers = [SlotLayer(self) for _ in range(geometry.num_layers)]
+        super().__init__(layers=layers)
+        self._buffers = [  # each [planes, batch, heads, capacity, head_dim]
+            torch.empty(
+                (len(group.planes), 1, group.heads, capacity, group.head_dim),
+                dtype=self._dtype,
+                device=device,
+            )
+            for group in geometry.groups
+        ]
+        self.last_layer = layers[max(p for group in geometry.groups for p in group.planes) // 2]
+        self._hand_out_views()
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences in the buffers."""
+        return self._buffers[0].shape[1]
+
+    def reuse(self) -> SlotCache:
+        """Forget the content and start over in the same memory."""
+        self.length, self.scattered = 0, None
+        self.provenance = Provenance.EXACT
+        return self
+
+    def write(self, span: Span, kv: KV) -> None:
+        """Copy the first `len(span)` tokens of `kv` to the rows of `span`."""
+        self.length = max(self.length, span.stop)
+        for buffer, source in zip(self._buffers, kv, strict=True):
+            buffer[:, 0, :, span.start : span.stop].copy_(source[:, :, : len(span)])
+
+    def read(self, span: Span) -> KV:
+        """The rows of `span` of the first sequence, as views."""
+        return [buffer[:, 0, :, span.start : span.stop] for buffer in self._buffers]
+
+    def scatter(self, positions: Sequence[int]) -> None:
+        """Let the next forward write its rows at `positions`, in that order."""
+        self.scattered = torch.tensor(positions, device=self._buffers[0].device)
+        self._scattered_stop = max(positions) + 1
+
+    def visible_after(self, num_queries: int) -> int:
+        """Rows that a forward of `num_queries` tokens can see, its own included."""
+        if self.scattered is None:
+            return self.length + num_queries
+        return max(self.length, self._scattered_stop)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
+        """What to add to a query's index to get its position.
+
+        Transformers adds this to arange(num_queries) when it builds any mask. A tensor of
+        differences puts each scattered query at its own position, so that every kind of mask
+        (causal, sliding, chunked) comes out right without knowing the model.
+        """
+        if self.scattered is None:
+            return self.length
+        return self.scattered - torch.arange(len(self.scattered), device=self.scattered.device)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Copy the sequence for beams or several answers."""
+        self._buffers = [buffer.repeat_interleave(repeats, dim=1) for buffer in self._buffers]
+        self._hand_out_views()
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some sequences of the batch."""
+        self._buffers = [buffer.index_select(1, indices) for buffer in self._buffers]
+        self._hand_out_views()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let each beam go on from the beam it was chosen from."""
+        for buffer in self._buffers:
+            used = buffer[:, :, :, : self.length]
+            used.copy_(used.index_select(1, beam_idx.to(buffer.device)))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` rows (Transformers counts them as a negative)."""
+        self.length -= abs(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.reuse()
+
+    def grow(self, capacity: int) -> None:
+        """Move to larger buffers."""
+        for place, old in enumerate(self._buffers):
+            shape = (*old.shape[:3], capacity, old.shape[4])
+            self._buffers[place] = torch.empty(shape, dtype=old.dtype, device=old.device)
+            self._buffers[place][:, :, :, : self.capacity].copy_(old)
+        self.capacity = capacity
+        self._hand_out_views()
+
+    def _hand_out_views(self) -> None:
+        for group, buffer in zip(self._geometry.groups, self._buffers, strict=True):
+            for place, plane in enumerate(group.planes):
+                layer = self.layers[plane // 2]
+                if plane % 2 == 0:
+                    layer.keys = buffer[place]
+                else:
+                    layer.values = buffer[place]

@@ -1,0 +1,37 @@
+"""tokens -> chunks. Knows sizes and boundary tokens; knows no model, key or tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+import numpy as np
+
+from kvboost.core import TOKEN_BYTES, Chunk, Span
+
+
+def split(
+    tokens: Sequence[int], chunk_size: int, window: int = 0, boundaries: Set[int] = frozenset()
+) -> list[Chunk]:
+    """Cut `tokens` into chunks of at most `chunk_size`; only the last may be shorter on a grid.
+
+    With a `window`, a cut moves back by up to that many tokens to follow a boundary token (the end
+    of a line or sentence). A cut depends on the tokens before it alone, so a common prefix is cut
+    alike in every prompt.
+    """
+    packed = np.asarray(tokens, dtype="<u4").tobytes()
+    chunks, start = [], 0
+    while start < len(tokens):
+        stop = min(start + chunk_size, len(tokens))
+        if stop - start == chunk_size:
+            stop = _snap(tokens, stop, max(start + 1, stop - window), boundaries)
+        chunks.append(Chunk(Span(start, stop), packed[start * TOKEN_BYTES : stop * TOKEN_BYTES]))
+        start = stop
+    return chunks
+
+
+def _snap(tokens: Sequence[int], cut: int, earliest: int, boundaries: Set[int]) -> int:
+    """The last position in [earliest, cut] that follows a boundary token; else `cut`."""
+    for position in range(cut, earliest - 1, -1):
+        if tokens[position - 1] in boundaries:
+            return position
+    return cut

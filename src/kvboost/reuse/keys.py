@@ -1,0 +1,35 @@
+"""chunks -> keys. Pure hashing: the same input gives the same keys on every machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from hashlib import sha256
+
+from kvboost.core import Chunk, ChunkKeys, ContentKey, Namespace, PrefixKey
+
+
+def namespace(fingerprint: bytes, tenant: str, piece_tokens: int | None) -> Namespace:
+    """Everything that must agree before two prompts may share K/V.
+
+    `piece_tokens` is the piece size of deterministic prefill (None: any shape): K/V computed in
+    other shapes differs in its last bits.
+    """
+    digest = sha256(b"kvboost/1")
+    for part in (fingerprint, tenant.encode(), str(piece_tokens).encode()):
+        digest.update(len(part).to_bytes(4, "little") + part)
+    return Namespace(digest.digest())
+
+
+def derive(chunks: Iterable[Chunk], space: Namespace) -> list[ChunkKeys]:
+    """Name each chunk by its history and by its content.
+
+    Tokens are hashed as little-endian u32, never through hash() or pickle: keys are shared
+    between processes and machines and must not depend on PYTHONHASHSEED or a Python version.
+    """
+    keys, parent = [], PrefixKey(sha256(b"prefix" + space).digest())
+    for chunk in chunks:
+        prefix = PrefixKey(sha256(parent + chunk.tokens).digest())
+        content = ContentKey(sha256(b"content" + space + chunk.tokens).digest())
+        keys.append(ChunkKeys(parent, prefix, content))
+        parent = prefix
+    return keys

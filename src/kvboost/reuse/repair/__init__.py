@@ -1,0 +1,1 @@
+"""Strategies that choose which reused tokens are computed again."""

@@ -1,0 +1,33 @@
+"""Models for the tests: tiny random ones from configs, and real ones where a folder holds them."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch loads: threads that spin at barriers stall each other when cores are busy.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+import pytest
+
+from get_model import models_folder
+
+
+def real_model(name: str) -> str:
+    """The folder of a real model; skips the test where there is none."""
+    folder = models_folder() / name
+    if not (folder / "config.json").exists():
+        pytest.skip(f"no {name} in {models_folder()}: run `just models` or set KVBOOST_MODEL_DIR")
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def smol() -> str:
+    """SmolLM2-135M-Instruct, or the model that KVBOOST_TEST_MODEL names (a hub name works)."""
+    return os.environ.get("KVBOOST_TEST_MODEL") or real_model("SmolLM2-135M-Instruct")
+
+
+@pytest.fixture(scope="session")
+def coder() -> str:
+    return real_model("Qwen2.5-Coder-0.5B-Instruct")

@@ -1,0 +1,356 @@
+"""The engine's calls on a tiny random model: same answers with and without reuse, come what may."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from fakes import FaultyTier, WordTokenizer
+from kvboost import ConfigError, GenerationMode, KVBoost, UnsupportedModel
+from kvboost.core import MatchKind, Span
+from tiny_models import SUPPORTED, build
+
+pytestmark = pytest.mark.tiny
+
+
+def engine_of(name: str = "llama", seed: int = 0, **options: object) -> KVBoost:
+    options = {"chunk_size": 16} | options
+    return KVBoost(build(*SUPPORTED[name], seed=seed), WordTokenizer(), **options)
+
+
+@pytest.fixture
+def engine() -> Iterator[KVBoost]:
+    with engine_of() as made:
+        yield made
+
+
+def words(num_tokens: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(5, 500), k=num_tokens)
+
+
+def plain(tokens: list[int], num_new: int, name: str = "llama", **arguments: object) -> list[int]:
+    """What Transformers alone answers."""
+    ids = torch.tensor([tokens])
+    settings = {"max_new_tokens": num_new, "do_sample": False} | arguments
+    output = build(*SUPPORTED[name]).generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    return output[0, len(tokens) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma2-softcap", "deepseek_v3-mla"])
+def test_cold_warm_and_plain_answers_are_the_same(name: str) -> None:
+    engine, shared = engine_of(name), words(70)
+    for turn, num_shared in enumerate((0, 70, 33, 70, 17)):
+        prompt = shared[:num_shared] + words(20, seed=turn + 1)
+        cold = engine.generate(prompt, 12, reuse="off")
+        warm = engine.generate(prompt, 12)
+        assert cold.token_ids == warm.token_ids == plain(prompt, 12, name)
+        assert warm.cached_tokens == (num_shared if turn > 1 else 0)
+
+
+def test_a_result_says_what_was_reused_and_what_it_cost(engine: KVBoost) -> None:
+    prompt = words(50)
+    engine.generate([*prompt[:40], 7], 2)
+    started = time.perf_counter()
+    result = engine.generate(" ".join(map(str, prompt)), 5)
+    elapsed_ms = 1e3 * (time.perf_counter() - started)
+    assert (result.prompt_tokens, result.cached_tokens, result.kv_reuse_ratio) == (50, 40, 0.8)
+    assert [(r.span, r.kind) for r in result.reuse.spans] == [
+        (Span(0, 16), MatchKind.EXACT),
+        (Span(16, 32), MatchKind.EXACT),
+        (Span(32, 40), MatchKind.EXACT),
+        (Span(40, 50), MatchKind.MISS),
+    ]
+    assert 0 < result.reuse.lookup_ms + result.reuse.load_ms < result.ttft_ms
+    assert result.ttft_ms < result.total_ms < elapsed_ms
+    assert result.output_text == WordTokenizer().decode(result.token_ids)
+    assert result.tokens_per_sec == pytest.approx(5 / (result.total_ms / 1e3))
+
+
+def test_what_was_generated_is_reused_too(engine: KVBoost) -> None:
+    prompt = words(40)
+    first = engine.generate(prompt, 20)
+    follow_up = prompt + first.token_ids + words(10, seed=2)
+    second = engine.generate(follow_up, 8)
+    assert second.cached_tokens == 59  # the last generated token was never computed
+    assert second.token_ids == plain(follow_up, 8)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_beams": 3},
+        {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.5},
+        {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2},
+        {"prompt_lookup_num_tokens": 3},
+        {"bad_words_ids": [[10], [20, 30]], "min_new_tokens": 5},
+        {"prefix_allowed_tokens_fn": lambda batch, ids: [11, 12, 13]},
+        {"generation_config": GenerationConfig(max_new_tokens=7, do_sample=False)},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_generation_arguments_work_as_in_transformers(engine: KVBoost, arguments: dict) -> None:
+    prompt = words(20) * 3
+    engine.generate([*prompt[:45], 9], 1)
+    num_new = None if "generation_config" in arguments else 10
+    ours = engine.generate(prompt, num_new, **arguments)
+    assert ours.cached_tokens == 45
+    settings = {} if num_new is None else {"max_new_tokens": num_new}
+    ids = torch.tensor([prompt])
+    native = build(*SUPPORTED["llama"]).generate(
+        ids, attention_mask=torch.ones_like(ids), **{"do_sample": False} | settings | arguments
+    )
+    assert ours.output.sequences.tolist() == native.tolist()
+    assert len(ours.output_texts) == len(native)
+
+
+def test_sampling_with_a_seed_gives_the_same_text_cold_and_warm(engine: KVBoost) -> None:
+    prompt, texts = words(60), []
+    for _ in range(3):
+        torch.manual_seed(5)
+        answer = engine.generate(
+            prompt, 12, do_sample=True, temperature=0.8, num_return_sequences=2
+        )
+        texts.append(answer.output_texts)
+    assert answer.cached_tokens == 59
+    assert texts[0] == texts[1] == texts[2] and texts[0][0] != texts[0][1]
+
+
+def test_several_sequences_do_not_spoil_the_store(engine: KVBoost) -> None:
+    prompt = words(60)
+    engine.generate(prompt, 10, num_beams=3)
+    longer = prompt + words(5, seed=3)
+    again = engine.generate(longer, 10)
+    assert again.cached_tokens == 60 and again.token_ids == plain(longer, 10)
+
+
+def test_a_batch_answers_each_prompt_with_its_own_settings(engine: KVBoost) -> None:
+    shared = words(40)
+    prompts = [shared + words(3 + turn, seed=turn) for turn in range(3)]
+    results = engine.generate_batch(prompts, 6, per_prompt=[{}, {"max_new_tokens": 2}, {}])
+    assert [len(r.token_ids) for r in results] == [6, 2, 6]
+    assert [r.cached_tokens for r in results] == [0, 40, 40]
+    assert [r.token_ids for r in results] == [
+        plain(p, 6)[: len(r.token_ids)] for p, r in zip(prompts, results, strict=True)
+    ]
+    with pytest.raises(ConfigError, match="2 entries for 3 prompts"):
+        engine.generate_batch(prompts, per_prompt=[{}, {}])
+
+
+def test_a_stream_yields_the_answer_piece_by_piece(engine: KVBoost) -> None:
+    prompt = words(30)
+    expected = engine.generate(prompt, 10, reuse="off").output_text
+    stream = engine.stream(prompt, 10)
+    pieces = list(stream)
+    assert "".join(pieces) == expected and len(pieces) > 3
+    assert stream.result is not None and stream.result.output_text == expected
+    assert list(stream) == []
+
+    async def read() -> list[str]:
+        return [piece async for piece in engine.astream(prompt, 10)]
+
+    assert "".join(asyncio.run(read())) == expected
+
+
+def test_a_closed_or_dropped_stream_stops_generating(engine: KVBoost) -> None:
+    with engine.stream(words(30), 3000) as stream:
+        next(stream)
+    dropped = engine.stream(words(30), 3000)
+    next(dropped)
+    del dropped
+    gc.collect()
+    assert len(engine.generate(words(10), 3).token_ids) == 3  # not stuck behind 3000 tokens
+    assert engine.cache_stats()["hot_chunks"] < 100
+
+
+def test_an_error_in_a_stream_reaches_its_reader(engine: KVBoost) -> None:
+    stream = engine.stream(words(30), 10, no_such_argument=1)
+    with pytest.raises(ValueError, match="no_such_argument"):
+        next(stream)
+    assert list(stream) == []
+    assert engine.generate(words(10), 3).token_ids
+
+
+def test_chat_history_is_found_again(engine: KVBoost) -> None:
+    messages = [{"role": "user", "content": " ".join(map(str, words(30)))}]
+    first = engine.chat(messages, 8)
+    messages += [
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "70 71"},
+    ]
+    second = engine.chat(messages, 8)
+    assert second.cached_tokens == 32  # the fake template opens the answer with a token of its own
+    assert second.token_ids == engine.chat(messages, 8, reuse="off").token_ids
+
+
+def test_warm_takes_texts_messages_and_ids_and_can_pin(engine: KVBoost) -> None:
+    text = " ".join(map(str, words(40)))
+    assert engine.warm(text).num_computed == 40
+    assert engine.warm(text, pin=True).num_pinned == 3
+    several = engine.warm([text, " ".join(map(str, words(20, seed=1)))])
+    assert (several.num_texts, several.num_tokens, several.num_computed) == (2, 60, 21)
+    chat = engine.warm([{"role": "user", "content": text}], ttl_s=3, pin=True)
+    assert (chat.num_texts, chat.num_computed) == (1, 42)
+    assert engine.warm(words(20, seed=9)).num_computed == 20
+    assert engine.generate([*words(40), 7], 2).cached_tokens == 40
+    with pytest.raises(ConfigError, match="position_offset=3"):
+        engine.warm(text, 3)
+
+
+def test_pinned_text_outlives_traffic() -> None:
+    geometry = engine_of()._parts.model.geometry
+    engine = engine_of(max_cache_bytes=20 * 16 * geometry.bytes_per_token)
+    engine.warm(words(64), pin=True)
+    for turn in range(1, 12):
+        engine.generate(words(100, seed=turn), 4)
+    stats = engine.cache_stats()
+    assert stats["hot_memory_mb"] <= stats["budget_mb"] and stats["evicted_chunks"] > 0
+    assert engine.generate([*words(64), 7], 2).cached_tokens == 64
+
+
+def test_tenants_and_models_do_not_meet(engine: KVBoost) -> None:
+    prompt = words(40)
+    engine.generate(prompt, 2, tenant="a")
+    assert engine.generate(prompt, 2, tenant="b").cached_tokens == 0
+    assert engine.generate(prompt, 2, tenant="a").cached_tokens == 39
+    prints = {engine_of(seed=seed)._parts.model.fingerprint for seed in (0, 0, 1)}
+    assert len(prints) == 2
+    other = build("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}})
+    assert KVBoost(other, WordTokenizer())._parts.model.fingerprint not in prints
+
+
+@pytest.mark.parametrize("fault", ["down", "lost", "truncated"])
+def test_a_broken_cache_never_breaks_a_request(engine: KVBoost, fault: str) -> None:
+    tier = FaultyTier(10**9)
+    object.__setattr__(engine._parts, "tier", tier)
+    prompt = words(60)
+    expected = engine.generate(prompt, 8).token_ids
+    tier.fault = fault
+    for _ in range(3):
+        assert engine.generate(prompt, 8).token_ids == expected
+    tier.fault = ""
+    assert engine.generate(prompt, 8).cached_tokens == 59
+
+
+def test_verify_is_true_only_if_reuse_was_right(engine: KVBoost) -> None:
+    report = engine.verify_correctness([words(60), words(80, seed=1)], max_new_tokens=8)
+    assert report and "2 of 2 answers the same" in str(report)
+    for frame in engine._parts.tier._frames.values():
+        frame[:] = bytes(frame.nbytes)
+    spoiled = engine.verify_correctness([words(60)], max_new_tokens=8)
+    assert not spoiled and "NOT CORRECT" in str(spoiled)
+    assert spoiled.checks[0].max_kl > 1e-3
+
+
+def test_deterministic_prefill_is_bitwise_and_reuses_whole_pieces() -> None:
+    engine = engine_of(deterministic=True, piece_tokens=32)
+    prompt = words(100)
+    cold = engine.generate(prompt, 12, reuse="off", output_logits=True)
+    engine.generate(prompt[:90] + words(40, seed=3), 4, num_beams=2)
+    warm = engine.generate(prompt, 12, output_logits=True)
+    assert warm.cached_tokens == 64
+    for a, b in zip(cold.output.logits, warm.output.logits, strict=True):
+        assert torch.equal(a, b)
+    assert engine.generate([*prompt[:96], 7], 2).cached_tokens == 96
+    assert engine.verify_correctness([prompt]).tolerance_kl == 0
+
+
+def test_boundary_window_ends_chunks_at_lines() -> None:
+    class Sentences(WordTokenizer):
+        def batch_decode(self, sequences: list[list[int]], **_: object) -> list[str]:
+            return [f"{tokens[0]}." if tokens[0] % 10 == 0 else "-" for tokens in sequences]
+
+    model = build(*SUPPORTED["llama"])
+    engine = KVBoost(model, Sentences(), chunk_size=16, chunk_boundary_window=8)
+    prompt = words(60)
+    engine.warm(prompt)
+    spans = [r.span for r in engine.generate([*prompt, 7], 2).reuse.spans]
+    assert any(len(span) < 16 for span in spans[:-2])
+    assert all(prompt[s.stop - 1] % 10 == 0 or len(s) == 16 for s in spans[:-2])
+
+
+def test_a_request_past_the_rope_limit_is_not_stored_nor_reused() -> None:
+    engine = engine_of("phi3-longrope")
+    engine.generate(words(100), 4)
+    result = engine.generate(words(100) + words(950, seed=1), 4)
+    assert result.cached_tokens == 0 and "beyond 1024 positions" in result.reuse.note
+    assert engine.generate([*words(100), 7], 4).cached_tokens == 100
+
+
+def test_unsupported_models_run_without_reuse_if_asked() -> None:
+    model = build("gptj", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8})
+    with pytest.raises(UnsupportedModel):
+        KVBoost(model, WordTokenizer())
+    engine = KVBoost(model, WordTokenizer(), strict=False)
+    result = engine.generate(words(20), 4)
+    assert len(result.token_ids) == 4 and "cannot be replaced" in result.reuse.note
+    assert engine.warm(words(20)).num_computed == 0
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": []}, "empty"),
+        ({"prompt": [1], "past_key_values": None}, "brings its own"),
+        ({"prompt": [1], "chunk_size": 3}, "not per request"),
+        ({"prompt": [1], "reuse": "some"}, "off, exact, auto"),
+    ],
+)
+def test_wrong_requests_are_explained(engine: KVBoost, arguments: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine.generate(**arguments)
+
+
+def test_modes_of_the_original_package(engine: KVBoost) -> None:
+    prompt = words(40)
+    engine.generate(prompt, 2, mode=GenerationMode.PREFIX_CACHE)
+    assert engine.generate(prompt, 2, mode=GenerationMode.BASELINE).cached_tokens == 0
+    assert engine.generate(prompt, 2, mode=GenerationMode.CHUNK_KV_REUSE).cached_tokens == 39
+
+
+def test_threads_get_the_answers_they_would_get_alone(engine: KVBoost) -> None:
+    shared, failures = words(50), []
+    prompts = [shared[: 10 * (turn % 6)] + words(15, seed=turn) for turn in range(12)]
+    alone = [plain(prompt, 6) for prompt in prompts]
+
+    def work(seed: int) -> None:
+        for turn in random.Random(seed).sample(range(12), 12):
+            call = engine.generate if turn % 3 else engine.stream
+            answer = call(prompts[turn], 6)
+            text = answer.output_text if turn % 3 else "".join(answer)
+            if text != WordTokenizer().decode(alone[turn]):
+                failures.append(turn)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_from_pretrained_and_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(*SUPPORTED["qwen2"]).save_pretrained(tmp_path)
+    monkeypatch.setattr(
+        "kvboost.models.load.AutoTokenizer.from_pretrained", lambda *a, **k: WordTokenizer()
+    )
+    engine = KVBoost.from_pretrained(
+        str(tmp_path), dtype=torch.bfloat16, device="cpu", chunk_size=16
+    )
+    assert engine._parts.model.geometry.dtype == "bfloat16"
+    assert engine.generate(words(20), 2).token_ids
+    model = engine._parts.model.model
+    engine.close()
+    untouched = AutoModelForCausalLM.from_pretrained(str(tmp_path), dtype=torch.bfloat16)
+    assert model.config._attn_implementation == untouched.config._attn_implementation
+    ids = torch.tensor([words(30)])
+    assert torch.equal(model(ids).logits, untouched(ids).logits)

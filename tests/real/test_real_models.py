@@ -1,0 +1,125 @@
+"""Trained weights and real text: what a user sees."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvboost import KVBoost
+from kvboost.core import Span
+from kvboost.engine.prefill import prefill
+
+pytestmark = pytest.mark.model
+
+TEXT = "\n\n".join(sorted(topics.values(), key=len)[-12:])
+
+
+@pytest.fixture(scope="module")
+def engine(smol: str) -> Iterator[KVBoost]:
+    with KVBoost.from_pretrained(smol, dtype=torch.float32) as made:
+        yield made
+
+
+def prompts(engine: KVBoost, count: int, longest: int) -> list[tuple[list[int], list[int]]]:
+    """(what is stored beforehand, prompt): shares from 0 to 99 %, cuts off the chunk grid."""
+    tokens = engine.tokenizer(TEXT).input_ids
+    made = []
+    for turn in range(count):
+        chance = random.Random(turn)
+        length = chance.randint(50, longest)
+        shared = int(length * 0.99 * turn / (count - 1))
+        start, other = chance.randrange(10_000), chance.randrange(10_000, 20_000)
+        head = tokens[start : start + shared]
+        tail = tokens[other : other + length - shared]
+        made.append((head + tokens[other + 7 : other + 40], head + tail))
+    return made
+
+
+def assert_cold_warm_and_plain_agree(
+    folder: str, engine: KVBoost, count: int, longest: int
+) -> None:
+    bare = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for stored, prompt in prompts(engine, count, longest):
+        engine.warm(stored)
+        cold = engine.generate(prompt, 16, reuse="off").token_ids
+        warm = engine.generate(prompt, 16)
+        ids = torch.tensor([prompt])
+        plain = bare.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False
+        )
+        assert cold == warm.token_ids == plain[0, len(prompt) :].tolist()
+    assert warm.kv_reuse_ratio > 0.9
+
+
+def test_greedy_text_is_the_same_cold_warm_and_plain(smol: str, engine: KVBoost) -> None:
+    assert_cold_warm_and_plain_agree(smol, engine, count=8, longest=1500)
+
+
+def test_greedy_text_is_the_same_on_a_second_architecture(coder: str) -> None:
+    with KVBoost.from_pretrained(coder, dtype=torch.float32) as second:
+        assert_cold_warm_and_plain_agree(coder, second, count=4, longest=600)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_deterministic_prefill_gives_the_same_bits_cold_and_warm(
+    smol: str, dtype: torch.dtype
+) -> None:
+    engine = KVBoost.from_pretrained(smol, dtype=dtype, deterministic=True, piece_tokens=256)
+    for stored, prompt in prompts(engine, 5, 1200)[2:]:
+        engine.warm(stored)
+        seen = []
+        for reuse in ("off", "exact"):
+            prefilled = prefill(prompt, engine._parts, reuse=reuse, tenant="", capacity=1300)
+            rest = [prompt[position] for position in prefilled.pending]
+            logits = engine._parts.model.forward(prefilled.slots, rest, prefilled.pending)
+            rows = prefilled.slots.read(Span(0, len(prompt)))
+            seen.append([logits, *(plane.clone() for plane in rows)])
+            engine._parts.model.recycle(prefilled.slots)
+        assert prefilled.plan.num_reused == (len(stored) - 33) // 256 * 256
+        assert all(torch.equal(cold, warm) for cold, warm in zip(*seen, strict=True))
+        texts = {engine.generate(prompt, 24, reuse=reuse).output_text for reuse in ("off", "exact")}
+        assert len(texts) == 1
+    assert prefilled.plan.num_reused > 0
+
+
+def test_a_growing_chat_reuses_its_history(engine: KVBoost) -> None:
+    messages = [{"role": "system", "content": TEXT[2000:3000]}]
+    seen = 0
+    for turn in range(5):
+        question = TEXT[5000 + 400 * turn : 5300 + 400 * turn]
+        messages.append({"role": "user", "content": f"Explain in short: {question}"})
+        result = engine.chat(messages, 40)
+        if turn > 0:
+            assert result.cached_tokens >= 0.95 * seen
+        assert result.token_ids == engine.chat(messages, 40, reuse="off").token_ids
+        messages.append({"role": "assistant", "content": result.output_text})
+        seen = result.prompt_tokens + len(result.token_ids)
+
+
+def test_stop_strings_and_streams_on_real_text(engine: KVBoost) -> None:
+    prompt = "Count: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22"
+    whole = engine.generate(prompt, 24).output_text
+    assert "25" in whole
+    cut = engine.generate(prompt, 24, stop_strings=["25"])
+    assert cut.output_text == whole[: whole.index("25") + 2] and cut.cached_tokens > 0
+    assert "".join(engine.stream(prompt, 24)) == whole
+
+
+def test_prompt_lookup_speculation_keeps_the_text(engine: KVBoost) -> None:
+    prompt = TEXT[:1500]
+    engine.warm(prompt)
+    fast = engine.generate(prompt, 32, prompt_lookup_num_tokens=4)
+    assert fast.cached_tokens > 0
+    assert fast.output_text == engine.generate(prompt, 32, reuse="off").output_text
+
+
+def test_the_built_in_check_hits_and_holds(engine: KVBoost) -> None:
+    report = engine.verify_correctness()
+    assert report, str(report)
+    assert all(check.cached_tokens > 0.9 * check.prompt_tokens for check in report.checks)
+    assert {check.top1_ratio for check in report.checks} == {1.0}

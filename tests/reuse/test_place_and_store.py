@@ -1,0 +1,102 @@
+"""The two stages that touch bytes, on a fake buffer: what goes in comes out, faults are misses."""
+
+import pytest
+import torch
+
+from fakes import GEOMETRY, FakeSlots, FaultyTier
+from kvboost.codecs.raw import RawCodec
+from kvboost.core import Provenance, ReusePlan, Span
+from kvboost.metrics import Metrics
+from kvboost.reuse.chunks import split
+from kvboost.reuse.keys import derive, namespace
+from kvboost.reuse.lookup import find
+from kvboost.reuse.place import assemble
+from kvboost.reuse.store import commit
+from kvboost.tiers.index import ChunkIndex
+
+SPACE = namespace(b"model", "", None)
+
+
+class Store:
+    def __init__(self, budget_bytes: int = 10**6) -> None:
+        self.index, self.tier, self.metrics = ChunkIndex(), FaultyTier(budget_bytes), Metrics()
+        self.codec = RawCodec(GEOMETRY)
+
+    def commit(self, tokens: list[int], slots: FakeSlots) -> None:
+        chunks = split(tokens, 8)
+        parts = (self.index, self.tier, self.codec, self.metrics)
+        commit(slots, chunks, derive(chunks, SPACE), *parts)
+
+    def find(self, tokens: list[int]) -> ReusePlan:
+        chunks = split(tokens, 8)
+        return find(chunks, derive(chunks, SPACE), self.index)
+
+    def assemble(self, tokens: list[int], slots: FakeSlots) -> ReusePlan:
+        return assemble(self.find(tokens), slots, self.tier, self.codec, self.metrics)
+
+
+def test_rows_come_back_where_they_were() -> None:
+    store, tokens = Store(), list(range(30))
+    source, target = FakeSlots(30, seed=1), FakeSlots(30, seed=2)
+    store.commit(tokens, source)
+    untouched = [rows.clone() for rows in target.read(Span(25, 30))]
+    plan = store.assemble([*tokens[:25], 99, 99], target)
+    assert plan.num_reused == 25
+    for got, expected in zip(target.read(Span(0, 25)), source.read(Span(0, 25)), strict=True):
+        assert torch.equal(got, expected)
+    for got, expected in zip(target.read(Span(25, 30)), untouched, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("fault", ["down", "lost", "truncated"])
+def test_a_fault_while_loading_is_a_miss(fault: str) -> None:
+    store, tokens = Store(), list(range(30))
+    store.commit(tokens, FakeSlots(30))
+    store.tier.fault = fault
+    assert store.find(tokens).num_reused == 29
+    assert store.assemble(tokens, FakeSlots(30)).num_reused == 0
+    assert (store.metrics.snapshot()["cache_faults"] > 0) == (fault != "lost")
+
+
+def test_a_fault_while_storing_is_counted_and_no_more() -> None:
+    store = Store()
+    store.tier.fault = "down"
+    store.commit(list(range(30)), FakeSlots(30))
+    assert store.metrics.snapshot()["cache_faults"] == 1
+    assert store.find(list(range(30))).num_reused == 0
+
+
+def test_approximate_rows_are_not_stored() -> None:
+    store, slots = Store(), FakeSlots(30)
+    slots.provenance = Provenance.APPROXIMATE
+    store.commit(list(range(30)), slots)
+    assert store.tier.stats().num_entries == 0
+
+
+def test_a_growing_conversation_keeps_one_copy_of_its_tail() -> None:
+    store, tokens = Store(), list(range(60))
+    for length in (20, 27, 28, 60, 30):
+        store.commit(tokens[:length], FakeSlots(60))
+    assert store.tier.stats().num_entries == len(store.index) == 8  # 7 whole chunks and a tail
+    assert store.find([*tokens, 1]).num_reused == 60
+
+
+def test_index_and_tier_hold_the_same_when_the_budget_is_small() -> None:
+    one_chunk = 8 * GEOMETRY.bytes_per_token
+    store = Store(budget_bytes=5 * one_chunk)
+    for first in range(20):
+        tokens = [first, *range(40)]
+        store.commit(tokens, FakeSlots(41))
+        held = store.tier.stats().num_entries
+        assert len(store.index) == held <= 5
+        # What is kept of a long prompt is its beginning: the rest is of no use without it.
+        assert store.find(tokens).num_reused >= 32
+
+
+def test_a_pinned_tail_survives_a_longer_copy() -> None:
+    store, tokens = Store(), list(range(30))
+    store.commit(tokens[:20], FakeSlots(30))
+    tail = derive(split(tokens[:20], 8), SPACE)[-1].prefix
+    assert store.tier.pin([tail], None) == 1
+    store.commit(tokens, FakeSlots(30))
+    assert store.tier.get(tail) is not None

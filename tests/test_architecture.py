@@ -1,0 +1,55 @@
+"""The shape of the package is a promise; these tests keep it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+SRC = Path(__file__).parents[1] / "src" / "kvboost"
+MAX_FILE_LINES, MAX_CODE_LINES = 400, 7_000
+
+
+def code_lines(path: Path) -> int:
+    """Lines that are not blank, comment or docstring."""
+    source = path.read_text()
+    text: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            text.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return sum(
+        1
+        for number, line in enumerate(source.splitlines(), 1)
+        if number not in text and line.strip() and not line.lstrip().startswith("#")
+    )
+
+
+def test_no_file_outgrows_one_sitting() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in SRC.rglob("*.py")}
+    assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}
+
+
+def test_the_package_stays_within_its_budget() -> None:
+    assert sum(code_lines(path) for path in SRC.rglob("*.py")) <= MAX_CODE_LINES
+
+
+def test_stages_sort_in_the_order_data_moves() -> None:
+    stages = sorted(p.stem for p in (SRC / "reuse").iterdir() if not p.stem.startswith("__"))
+    assert stages == ["chunks", "keys", "lookup", "place", "repair", "run", "store"]
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    files = SRC.rglob("*.py")
+    assert [str(path) for path in files if not ast.get_docstring(ast.parse(path.read_text()))] == []
+
+
+def test_deciding_modules_load_without_torch() -> None:
+    names = ["core", "config", "metrics", "reuse.chunks", "reuse.keys", "reuse.lookup"]
+    names += ["reuse.run", "reuse.repair.none", "tiers.memory", "tiers.index"]
+    imports = "; ".join(f"import kvboost.{name}" for name in names)
+    check = f"import sys; {imports}; import kvboost; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_inner_packages_hold_a_docstring_only() -> None:
+    inits = SRC.rglob("*/__init__.py")
+    assert [str(path) for path in inits if len(ast.parse(path.read_text()).body) > 1] == []

@@ -1,0 +1,84 @@
+"""What users may rely on by name."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from make_docs import PAGE, page
+
+import kvboost
+from kvboost import ConfigError, GenerationMode, KVBoost
+from kvboost.config import make_options
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_exported_names_are_pinned_and_resolve() -> None:
+    assert kvboost.__all__ == [
+        "CacheError",
+        "ConfigError",
+        "CorrectnessReport",
+        "GenerationMode",
+        "GenerationResult",
+        "KVBoost",
+        "KVBoostError",
+        "ReuseReport",
+        "TextStream",
+        "UnsupportedModel",
+        "WarmResult",
+    ]
+    assert all(getattr(kvboost, name).__doc__ for name in kvboost.__all__)
+
+
+def test_every_call_of_the_engine_is_documented() -> None:
+    calls = [name for name in vars(KVBoost) if not name.startswith("_")]
+    assert {"astream", "chat", "generate", "generate_batch", "stream", "verify_correctness"} <= {
+        *calls
+    }
+    assert [name for name in calls if not inspect.getdoc(getattr(KVBoost, name))] == []
+
+
+def test_unknown_attribute_is_named() -> None:
+    with pytest.raises(AttributeError, match="Enginee"):
+        _ = kvboost.Enginee
+
+
+def test_modes_of_the_original_package_map_to_reuse() -> None:
+    assert [mode.reuse for mode in GenerationMode] == ["off", "exact", "auto"]
+
+
+def test_unknown_option_suggests_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'chunksize'; did you mean 'chunk_size'\?"):
+        make_options({"chunksize": 3})
+
+
+def test_a_mistyped_loader_argument_is_found_too() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'revision'"):
+        KVBoost.from_pretrained("nowhere", revison="main")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"chunk_size": 4}, "chunk_size=4: expected a whole number of at least 8"),
+        ({"chunk_size": True}, "chunk_size=True"),
+        ({"max_cache_bytes": 0}, "max_cache_bytes=0"),
+        ({"reuse": "prefix"}, "reuse='prefix': expected one of off, exact, auto"),
+        ({"chunk_boundary_window": 128}, "must be below chunk_size"),
+        ({"deterministic": True, "piece_tokens": 200}, "a multiple of chunk_size"),
+        ({"deterministic": True, "chunk_boundary_window": 8}, "chunk_boundary_window=0"),
+    ],
+)
+def test_wrong_values_are_shown_with_what_is_allowed(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_options(values)
+
+
+def test_changelog_has_the_version() -> None:
+    newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None and newest.group(1) == kvboost.__version__
+
+
+def test_the_page_of_options_is_up_to_date() -> None:
+    assert PAGE.read_text() == page(), "run scripts/make_docs.py"
