@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
-from make_docs import PAGE, page
 
 import kvboost
 from kvboost import ConfigError, GenerationMode, KVBoost
 from kvboost.config import make_options
+from make_docs import PAGE, page
 
 ROOT = Path(__file__).parents[1]
 

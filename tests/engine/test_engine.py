@@ -233,9 +233,11 @@ def test_a_broken_cache_never_breaks_a_request(engine: KVBoost, fault: str) -> N
     object.__setattr__(engine._parts, "tier", tier)
     prompt = words(60)
     expected = engine.generate(prompt, 8).token_ids
+    engine.flush()
     tier.fault = fault
     for _ in range(3):
         assert engine.generate(prompt, 8).token_ids == expected
+    engine.flush()
     tier.fault = ""
     assert engine.generate(prompt, 8).cached_tokens == 59
 
@@ -243,6 +245,7 @@ def test_a_broken_cache_never_breaks_a_request(engine: KVBoost, fault: str) -> N
 def test_verify_is_true_only_if_reuse_was_right(engine: KVBoost) -> None:
     report = engine.verify_correctness([words(60), words(80, seed=1)], max_new_tokens=8)
     assert report and "2 of 2 answers the same" in str(report)
+    engine.flush()
     for frame in engine._parts.tier._frames.values():
         frame[:] = bytes(frame.nbytes)
     spoiled = engine.verify_correctness([words(60)], max_new_tokens=8)

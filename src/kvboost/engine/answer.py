@@ -61,14 +61,16 @@ def answer(
         output_texts=texts,
         output=output,
     )
+    _count(prefilled, num_prompt, parts)
     return result, lambda: _store(request, parts, prefilled, sequences, is_wanted=not note)
 
 
 def _most_new_tokens(request: Request, model: HFModel) -> int:
-    config = model.generation_config(request.arguments)
-    if config.max_new_tokens is not None:
-        return int(config.max_new_tokens)
-    return max(1, (config.max_length or 0) - len(request.tokens))
+    limit = model.setting("max_new_tokens", request.arguments)
+    if limit is not None:
+        return int(limit)
+    longest = model.setting("max_length", request.arguments) or 0
+    return max(1, longest - len(request.tokens))
 
 
 def _why_not(request: Request, model: HFModel, num_tokens: int) -> str:
@@ -107,7 +109,6 @@ def _store(
         return
     slots = prefilled.slots
     if is_wanted:
-        _count(request, parts, prefilled)
         tokens = sequences[0][: slots.length]
         if len(sequences) > 1:
             tokens = request.tokens  # beams share the prompt's rows only
@@ -126,10 +127,12 @@ def _whole_pieces(
     return request.tokens[: computed // piece_tokens * piece_tokens]
 
 
-def _count(request: Request, parts: Parts, prefilled: Prefilled) -> None:
-    plan, add = prefilled.plan, parts.metrics.add
+def _count(prefilled: Prefilled | None, num_prompt: int, parts: Parts) -> None:
+    add = parts.metrics.add
     add("requests")
-    add("prompt_tokens", plan.num_tokens)
-    add("exact_tokens", plan.num_reused)
-    add("exact_hits", len(plan.matches))
-    add("misses", -(-(plan.num_tokens - plan.num_reused) // parts.options.chunk_size))
+    add("prompt_tokens", num_prompt)
+    if prefilled is not None:
+        plan = prefilled.plan
+        add("exact_tokens", plan.num_reused)
+        add("exact_hits", len(plan.matches))
+        add("misses", -(-(num_prompt - plan.num_reused) // parts.options.chunk_size))

@@ -27,7 +27,7 @@ from kvboost.engine.results import (
 from kvboost.engine.stream import Event, TextStream
 from kvboost.engine.verify import PROMPTS, verify
 from kvboost.engine.worker import Worker
-from kvboost.errors import ConfigError
+from kvboost.errors import ConfigError, UnsupportedModel
 from kvboost.models.hf import HFModel
 from kvboost.models.load import MODEL_ONLY, SHARED, boundary_tokens, load
 
@@ -206,6 +206,8 @@ class KVBoost:
         Each prompt is stored, then answered with and without reuse. The report is true when it
         holds, and prints as a sentence.
         """
+        if self._parts.model.refusal:
+            raise UnsupportedModel(self._parts.model.refusal)
         tokens = [self._tokens(prompt) for prompt in (PROMPTS if prompts is None else prompts)]
         answers = [
             self.generate(each, max_new_tokens, reuse="off", do_sample=False).token_ids
@@ -266,11 +268,12 @@ class KVBoost:
             if name in arguments:
                 raise ConfigError(f"{name!r} is set when the engine is made, not per request")
         chosen = mode.reuse if mode is not None else reuse
-        arguments = {"do_sample": False, **arguments}
         if max_new_tokens is not None:
             arguments["max_new_tokens"] = max_new_tokens
-        elif not {"max_length", "generation_config"} & arguments.keys():
-            arguments["max_new_tokens"] = DEFAULT_NEW_TOKENS
+        if "generation_config" not in arguments:
+            arguments.setdefault("do_sample", False)
+            if "max_length" not in arguments:
+                arguments.setdefault("max_new_tokens", DEFAULT_NEW_TOKENS)
         return Request(
             tokens=self._tokens(prompt),
             reuse=check_reuse(chosen or self._options.reuse),

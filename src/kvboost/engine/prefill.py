@@ -59,8 +59,10 @@ def warm_up(tokens: list[int], parts: Parts, *, tenant: str) -> int:
     prefilled = prefill(tokens, parts, reuse="exact", tenant=tenant, capacity=len(tokens))
     rest = [tokens[position] for position in prefilled.pending]
     parts.model.forward(prefilled.slots, rest, prefilled.pending)
-    whole = len(tokens) // (parts.piece_tokens or 1) * (parts.piece_tokens or 1)
-    keep(prefilled.slots, tokens[:whole], parts, tenant=tenant)
+    size = parts.piece_tokens or 1
+    whole = tokens[: len(tokens) // size * size]
+    if whole:
+        keep(prefilled.slots, whole, parts, tenant=tenant)
     parts.model.recycle(prefilled.slots)
     return len(tokens) - prefilled.plan.num_reused
 

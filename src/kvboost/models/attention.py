@@ -23,7 +23,10 @@ FEW_QUERIES = 64
 
 
 def name_for(native: str | None) -> str:
-    """Our counterpart of the attention implementation that the model was loaded with."""
+    """Our counterpart of the attention implementation that the model was loaded with.
+
+    Models with soft-caps or sinks are loaded with eager attention, which knows them.
+    """
     return EAGER if native == "eager" else SDPA
 
 
@@ -81,8 +84,6 @@ def _sdpa_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        return _eager_attention(module, query, key, value, attention_mask, **kwargs)
     special = [name for name in ("position_bias", "is_causal") if kwargs.get(name) is not None]
     if query.device.type != "cpu" or special or not getattr(module, "is_causal", True):
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
@@ -137,8 +138,6 @@ def _eager_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The modeling file's own eager function: it knows soft-caps and sinks."""
-    if attention_mask is not None and attention_mask.dtype == torch.bool:
-        attention_mask = _additive(attention_mask, query.dtype)
     eager = sys.modules[type(module).__module__].eager_attention_forward
     result: tuple[torch.Tensor, torch.Tensor | None] = eager(
         module, query, key, value, attention_mask, **kwargs

@@ -6,6 +6,7 @@ with the model's own forward, and the rotation of every cached tensor is fitted 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import DynamicCache
 
-from kvboost.core import KVGeometry, PlaneGroup, Rotation
+from kvboost.core import KVGeometry, PlaneGroup, Rotation, Span
 from kvboost.errors import UnsupportedModel
 from kvboost.models.slots import SlotCache
 from kvboost.rope import rotate
@@ -21,7 +22,9 @@ from kvboost.rope import rotate
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NUM_PROBE_TOKENS = 48
+NUM_PROBE_TOKENS = 96
+NUM_COMPARED = 8  # of the last tokens, which attend to all others; logits are costly
+NUM_APPENDED = 80  # more than the few queries that attention treats otherwise
 # Relative error of a row of logits. fp32 leaves room for another summation order; 16-bit dtypes
 # for rounding, which a wrong mask or position exceeds many times over.
 LOGITS_TOLERANCE = {"float32": 1e-4, "float64": 1e-8, "float16": 2e-2, "bfloat16": 5e-2}
@@ -56,12 +59,18 @@ def measure_geometry(model: PreTrainedModel) -> KVGeometry:
     for plane, tensor in cached:
         shapes.setdefault((tensor.shape[1], tensor.shape[3]), []).append(plane)
     groups = [PlaneGroup(tuple(planes), *shape) for shape, planes in shapes.items()]
-    dtypes = {tensor.dtype for _, tensor in cached}
-    if len(dtypes) != 1:
-        raise UnsupportedModel(f"layers cache in different dtypes: {dtypes}")
-    dtype = dtypes.pop()
+    kinds = {(tensor.dtype, tensor.device) for _, tensor in cached}
+    if len(kinds) != 1:
+        raise UnsupportedModel(f"its layers cache in different dtypes or devices: {kinds}")
+    dtype, _ = kinds.pop()
     num_layers = 1 + max(plane for plane, _ in cached) // 2
     return KVGeometry(num_layers, tuple(groups), str(dtype).removeprefix("torch."), dtype.itemsize)
+
+
+def keep_logits(model: PreTrainedModel, count: int) -> dict[str, int]:
+    """The argument that computes logits of the last `count` tokens only, if the model has it."""
+    has_it = "logits_to_keep" in inspect.signature(model.forward).parameters
+    return {"logits_to_keep": count} if has_it else {}
 
 
 def native_logits(model: PreTrainedModel) -> torch.Tensor:
@@ -75,28 +84,34 @@ def native_logits(model: PreTrainedModel) -> torch.Tensor:
 def check_sparse_prefill(
     model: PreTrainedModel, geometry: KVGeometry, native: torch.Tensor
 ) -> None:
-    """Compute every row, then some rows over again out of order, and compare both with `native`.
+    """Compute all rows, some rows over again out of order, and a long tail appended to the rest.
 
     Raises:
-        UnsupportedModel: the results differ by more than rounding.
+        UnsupportedModel: one of them differs from `native` by more than rounding.
     """
     tokens = probe_tokens(model)
     slots = SlotCache(geometry, len(tokens), tokens.device)
     everything = list(range(len(tokens)))
     again = everything[2::5] + everything[:1] + everything[-4:-2]
-    for positions in (everything, again):
-        for layer in slots.layers if positions is again else ():
-            if layer.keys is not None:
-                layer.keys[:, :, positions], layer.values[:, :, positions] = 9.0, -9.0
-        slots.scatter(positions)
+    appended = everything[NUM_PROBE_TOKENS - NUM_APPENDED :]
+    for positions in (everything, again, appended):
+        if positions is appended:
+            slots.crop(-NUM_APPENDED)
+        else:
+            slots.scatter(positions)
+        if positions is again:
+            for plane in slots.read(Span(0, len(tokens))):
+                plane[:, :, positions] = 9.0
         place = torch.tensor(positions, device=tokens.device)
         logits = model(
             input_ids=tokens[place][None],
             position_ids=place[None],
             past_key_values=slots,
             use_cache=True,
-        ).logits[0]
-        error = _row_error(logits, native[place], exact=geometry.dtype in ("float32", "float64"))
+            **keep_logits(model, NUM_COMPARED),
+        ).logits[0, -NUM_COMPARED:]
+        wanted = native[place[-NUM_COMPARED:]]
+        error = _row_error(logits, wanted, exact=geometry.dtype in ("float32", "float64"))
         if not error <= LOGITS_TOLERANCE[geometry.dtype]:
             raise UnsupportedModel(
                 f"sparse prefill of {len(positions)} of {len(tokens)} tokens differs from the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from kvboost.models.fingerprint import fingerprint
 from kvboost.models.slots import SlotCache
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,6 @@ class HFModel:
         self.model = model.eval()
         self.name = f"{type(model).__name__} ({model.config.model_type})"
         self._native_attention = model.config._attn_implementation  # noqa: SLF001
-        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         self._spare: SlotCache | None = None
         self.refusal = ""
@@ -102,13 +100,12 @@ class HFModel:
         if not (isinstance(positions, range) and positions.start == slots.length):
             slots.scatter(positions)
         device = self.model.device
-        keep = {"logits_to_keep": num_logits} if self._takes_logits_to_keep else {}
         logits: torch.Tensor = self.model(
             input_ids=torch.tensor([list(tokens)], device=device),
             position_ids=torch.tensor([list(positions)], device=device),
             past_key_values=slots,
             use_cache=True,
-            **keep,
+            **certify.keep_logits(self.model, num_logits),
         ).logits
         return logits[0, -num_logits:]
 
@@ -121,8 +118,8 @@ class HFModel:
         streaming argument works as documented there (`tokenizer` is for stop strings). Returns
         its output object. Without `slots` Transformers uses a cache of its own.
         """
-        config = self.generation_config(arguments)
-        num_sequences = max(config.num_beams or 1, config.num_return_sequences or 1)
+        counts = [self.setting(n, arguments) for n in ("num_beams", "num_return_sequences")]
+        num_sequences = max(count or 1 for count in counts)
         if slots is not None and num_sequences > 1:
             slots.batch_repeat_interleave(num_sequences)
         input_ids = torch.tensor([list(tokens)], device=self.model.device)
@@ -135,13 +132,11 @@ class HFModel:
             **arguments,
         )
 
-    def generation_config(self, arguments: dict[str, Any]) -> GenerationConfig:
-        """The generation settings as they hold for these arguments of `generate()`."""
-        config, _ = self.model._prepare_generation_config(  # noqa: SLF001
-            arguments.get("generation_config"),
-            **{k: v for k, v in arguments.items() if k != "generation_config"},
-        )
-        return config
+    def setting(self, name: str, arguments: dict[str, Any]) -> Any:
+        """A generation setting as it holds for these arguments of `generate()`."""
+        configs = (arguments.get("generation_config"), self.model.generation_config)
+        values = [arguments.get(name), *(getattr(config, name, None) for config in configs)]
+        return next((value for value in values if value is not None), None)
 
     def release(self) -> None:
         """Give the model back as it was."""

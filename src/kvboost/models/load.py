@@ -53,8 +53,9 @@ def load(
         name, **{key: value for key, value in arguments.items() if key in SHARED}
     )
     model = AutoModelForCausalLM.from_pretrained(name, **arguments)
-    if "device_map" not in arguments:
-        model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = device or ("cuda" if torch.cuda.is_available() else None)
+    if target is not None and "device_map" not in arguments:
+        model = model.to(target)
     return model, tokenizer
 
 
