@@ -19,6 +19,7 @@ from material import DTYPES, model, stream, tokenizer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--start", type=int, default=0, help="go on from this prompt")
     parser.add_argument("--new", type=int, default=64, help="tokens to generate")
     parser.add_argument("--longest", type=int, default=3000, help="tokens of the longest prompt")
     parser.add_argument("--deterministic", action="store_true")
@@ -31,12 +32,12 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         bare = None if options.deterministic else model(name, DTYPES[options.dtype])
         own = model(name, DTYPES[options.dtype])
         engine = KVBoost(own, words, deterministic=options.deterministic)
-        for turn in range(options.prompts):
+        done: list[dict[str, Any]] = []
+        for turn in range(options.start, options.prompts):
             row = _compare(turn, bare, engine, words, options)
-            rows.append({"model": name.rstrip("/").split("/")[-1], "dtype": options.dtype} | row)
-            done = rows[-turn - 1 :]
+            done.append({"model": name.rstrip("/").split("/")[-1], "dtype": options.dtype} | row)
             print(
-                f"{done[-1]['model']} {options.dtype} {turn + 1:3} prompts:"
+                f"{done[-1]['model']} {options.dtype} {len(done):3} prompts:"
                 f" warm = cold {sum(r['warm_is_cold'] for r in done)}"
                 + (f", cold = plain {sum(r['cold_is_plain'] for r in done)}" if bare else "")
                 + (f", bitwise {sum(r['bitwise'] for r in done)}" if not bare else "")
@@ -44,6 +45,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
                 flush=True,
             )
         engine.close()
+        rows += done
     return rows
 
 

@@ -124,12 +124,12 @@ def test_sampling_with_a_seed_gives_the_same_text_cold_and_warm(engine: KVBoost)
     assert texts[0] == texts[1] == texts[2] and texts[0][0] != texts[0][1]
 
 
-def test_several_sequences_do_not_spoil_the_store(engine: KVBoost) -> None:
+def test_beams_do_not_spoil_the_store(engine: KVBoost) -> None:
     prompt = words(60)
-    engine.generate(prompt, 10, num_beams=3)
-    longer = prompt + words(5, seed=3)
-    again = engine.generate(longer, 10)
-    assert again.cached_tokens == 60 and again.token_ids == plain(longer, 10)
+    best = engine.generate(prompt, 10, num_beams=4)
+    follow_up = prompt + best.token_ids + words(5, seed=3)
+    again = engine.generate(follow_up, 10)
+    assert again.cached_tokens == 60 and again.token_ids == plain(follow_up, 10)
 
 
 def test_a_batch_answers_each_prompt_with_its_own_settings(engine: KVBoost) -> None:

@@ -62,7 +62,14 @@ def answer(
         output=output,
     )
     _count(prefilled, num_prompt, parts)
-    return result, lambda: _store(request, parts, prefilled, sequences, is_wanted=not note)
+
+    def store() -> None:
+        if prefilled is not None:
+            if not note:
+                _store(request, parts, prefilled, sequences[0])
+            model.recycle(prefilled.slots)
+
+    return result, store
 
 
 def _most_new_tokens(request: Request, model: HFModel) -> int:
@@ -97,34 +104,24 @@ def _report(prefilled: Prefilled | None, num_prompt: int, note: str) -> ReuseRep
     return ReuseReport(tuple(spans), prefilled.lookup_ms, prefilled.load_ms, note)
 
 
-def _store(
-    request: Request,
-    parts: Parts,
-    prefilled: Prefilled | None,
-    sequences: list[list[int]],
-    *,
-    is_wanted: bool,
-) -> None:
-    if prefilled is None:
-        return
-    slots = prefilled.slots
-    if is_wanted:
-        tokens = sequences[0][: slots.length]
-        if len(sequences) > 1:
-            tokens = request.tokens  # beams share the prompt's rows only
-        if parts.piece_tokens is not None:
-            # Only whole pieces have the shapes that another prompt would compute them in.
-            tokens = _whole_pieces(request, parts.piece_tokens, prefilled, len(sequences))
-        if tokens:
-            keep(slots, tokens, parts, tenant=request.tenant)
-    parts.model.recycle(slots)
+def _store(request: Request, parts: Parts, prefilled: Prefilled, sequence: list[int]) -> None:
+    tokens = _storable(request, parts, prefilled, sequence)
+    if tokens:
+        keep(prefilled.slots, tokens, parts, tenant=request.tenant)
 
 
-def _whole_pieces(
-    request: Request, piece_tokens: int, prefilled: Prefilled, batch: int
+def _storable(
+    request: Request, parts: Parts, prefilled: Prefilled, sequence: list[int]
 ) -> list[int]:
-    computed = len(request.tokens) if batch == 1 else prefilled.pending[0]
-    return request.tokens[: computed // piece_tokens * piece_tokens]
+    """The tokens whose rows are what any other request would compute for them."""
+    slots, size = prefilled.slots, parts.piece_tokens
+    if size is not None:
+        # Only whole pieces have the shapes of others, and only without beams beside them.
+        num_alike = len(request.tokens) if slots.batch_size == 1 else prefilled.pending[0]
+        return request.tokens[: num_alike // size * size]
+    if slots.batch_size > 1:
+        return request.tokens  # what was generated differs from beam to beam
+    return sequence[: slots.length]
 
 
 def _count(prefilled: Prefilled | None, num_prompt: int, parts: Parts) -> None:
