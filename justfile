@@ -41,6 +41,6 @@ test-models:
 check: lint
     {{python}} -m pytest -q
 
-# Ours beside bare Transformers, e.g. `just bench speed --quick`
+# Ours beside bare Transformers, e.g. `just bench speed --rounds 3`
 bench *arguments:
     {{python}} benchmarks/run.py {{arguments}}

@@ -13,7 +13,7 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.core import Span
-from kvboost.engine.prefill import prefill
+from kvboost.engine.prefill import complete, prefill
 from material import DTYPES, model, stream, tokenizer
 
 
@@ -83,8 +83,7 @@ def _is_bitwise_equal(engine: KVBoost, prompt: list[int]) -> bool:
     seen = []
     for reuse in ("off", "exact"):
         prefilled = prefill(prompt, parts, reuse=reuse, tenant="", capacity=len(prompt))
-        rest = [prompt[position] for position in prefilled.pending]
-        logits = parts.model.forward(prefilled.slots, rest, prefilled.pending)
+        logits = complete(prefilled, prompt, parts)
         rows = [plane.clone() for plane in prefilled.slots.read(Span(0, len(prompt)))]
         parts.model.recycle(prefilled.slots)
         seen.append([logits, *rows])

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvboost import KVBoost
+from kvboost.build import Parts
+from kvboost.config import Options
+from kvboost.engine.prefill import complete, prefill
 from material import DTYPES, model, stream, tokenizer
-from measure import ratio
+from measure import ratio, seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,28 +25,37 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name in options.model:
         words = tokenizer(name, options.model[0])
-        host = model(name, DTYPES[options.dtype])
-        engines = {None: KVBoost(host, words, reuse="off")}
+        engine = KVBoost(model(name, DTYPES[options.dtype]), words)
+        parts = engine._parts  # noqa: SLF001 - the same model with other options
+        shapes = {None: parts}
         for size in options.pieces:
-            engines[size] = KVBoost(host, words, reuse="off", deterministic=True, piece_tokens=size)
+            changed = Options(deterministic=True, piece_tokens=size)
+            shapes[size] = replace(parts, options=changed)
         for length in options.lengths:
-            rows += _measure(name, length, engines, words, options)
+            rows += _measure(name, length, shapes, words, options)
+        engine.close()
     return rows
+
+
+def _prefill(prompt: list[int], parts: Parts) -> None:
+    prefilled = prefill(prompt, parts, reuse="off", tenant="", capacity=len(prompt))
+    complete(prefilled, prompt, parts)
+    parts.model.recycle(prefilled.slots)
 
 
 def _measure(
     name: str,
     length: int,
-    engines: dict[int | None, KVBoost],
+    shapes: dict[int | None, Parts],
     words: Any,
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     times = defaultdict(list)
     for turn in range(options.rounds + 1):
         prompt = stream(words, length, seed=turn)
-        order = list(engines) if turn % 2 else list(engines)[::-1]
+        order = list(shapes) if turn % 2 else list(shapes)[::-1]
         for size in order:
-            times[size].append(engines[size].generate(prompt, 1).ttft_ms / 1e3)
+            times[size].append(seconds(partial(_prefill, prompt, shapes[size])))
         if turn == 0:
             times.clear()
     rows = []

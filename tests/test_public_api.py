@@ -63,6 +63,8 @@ def test_a_mistyped_loader_argument_is_found_too() -> None:
     [
         ({"chunk_size": 4}, "chunk_size=4: expected a whole number of at least 8"),
         ({"chunk_size": True}, "chunk_size=True"),
+        ({"chunk_size": None}, "chunk_size=None"),
+        ({"strict": 1}, "strict=1: expected True or False"),
         ({"max_cache_bytes": 0}, "max_cache_bytes=0"),
         ({"reuse": "prefix"}, "reuse='prefix': expected one of off, exact, auto"),
         ({"chunk_boundary_window": 128}, "must be below chunk_size"),

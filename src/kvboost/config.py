@@ -58,7 +58,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
-            _check_range(each.name, getattr(self, each.name), each.metadata["low"])
+            _check(each, getattr(self, each.name))
         check_reuse(self.reuse)
         if self.chunk_boundary_window >= self.chunk_size:
             raise ConfigError(
@@ -108,8 +108,13 @@ def check_reuse(value: object) -> ReuseMode:
     return value  # type: ignore[return-value]
 
 
-def _check_range(name: str, value: Any, low: int | None) -> None:
-    if low is None or value is None:
+def _check(option: dataclasses.Field[Any], value: Any) -> None:
+    if value is None and option.default is None:
+        return
+    if isinstance(option.default, bool) and not isinstance(value, bool):
+        raise ConfigError(f"{option.name}={value!r}: expected True or False")
+    low = option.metadata["low"]
+    if low is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ConfigError(f"{name}={value!r}: expected a whole number of at least {low}")
+        raise ConfigError(f"{option.name}={value!r}: expected a whole number of at least {low}")

@@ -96,7 +96,7 @@ class Match:
     span: Span
     key: PrefixKey
     num_tokens: int  # of the whole stored chunk, of which the span may be a head
-    kind: MatchKind = MatchKind.EXACT
+    kind: MatchKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,6 @@ class ReusePlan:
 
     num_tokens: int
     matches: tuple[Match, ...] = ()
-    note: str = ""  # why there is nothing to reuse, where it isn't plain from the matches
 
     @property
     def num_reused(self) -> int:

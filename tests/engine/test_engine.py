@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from fakes import FaultyTier, WordTokenizer
-from kvboost import ConfigError, GenerationMode, KVBoost, UnsupportedModel
+from kvboost import ConfigError, GenerationMode, KVBoost, KVBoostError, UnsupportedModel
 from kvboost.core import MatchKind, Span
-from tiny_models import SUPPORTED, build
+from tiny_models import REFUSED, SUPPORTED, build
 
 pytestmark = pytest.mark.tiny
 
@@ -94,6 +94,7 @@ def test_what_was_generated_is_reused_too(engine: KVBoost) -> None:
         {"bad_words_ids": [[10], [20, 30]], "min_new_tokens": 5},
         {"prefix_allowed_tokens_fn": lambda batch, ids: [11, 12, 13]},
         {"generation_config": GenerationConfig(max_new_tokens=7, do_sample=False)},
+        {"tokenizer": WordTokenizer(), "return_dict_in_generate": False},
     ],
     ids=lambda arguments: next(iter(arguments)),
 )
@@ -168,6 +169,7 @@ def test_a_closed_or_dropped_stream_stops_generating(engine: KVBoost) -> None:
     del dropped
     gc.collect()
     assert len(engine.generate(words(10), 3).token_ids) == 3  # not stuck behind 3000 tokens
+    engine.flush()
     assert engine.cache_stats()["hot_chunks"] < 100
 
 
@@ -203,6 +205,8 @@ def test_warm_takes_texts_messages_and_ids_and_can_pin(engine: KVBoost) -> None:
     assert engine.generate([*words(40), 7], 2).cached_tokens == 40
     with pytest.raises(ConfigError, match="position_offset=3"):
         engine.warm(text, 3)
+    with pytest.raises(ConfigError, match="needs pin=True"):
+        engine.warm(text, ttl_s=3)
 
 
 def test_pinned_text_outlives_traffic() -> None:
@@ -211,6 +215,7 @@ def test_pinned_text_outlives_traffic() -> None:
     engine.warm(words(64), pin=True)
     for turn in range(1, 12):
         engine.generate(words(100, seed=turn), 4)
+    engine.flush()
     stats = engine.cache_stats()
     assert stats["hot_memory_mb"] <= stats["budget_mb"] and stats["evicted_chunks"] > 0
     assert engine.generate([*words(64), 7], 2).cached_tokens == 64
@@ -239,6 +244,7 @@ def test_a_broken_cache_never_breaks_a_request(engine: KVBoost, fault: str) -> N
         assert engine.generate(prompt, 8).token_ids == expected
     engine.flush()
     tier.fault = ""
+    engine.generate(prompt, 8)  # stores again what was lost
     assert engine.generate(prompt, 8).cached_tokens == 59
 
 
@@ -264,6 +270,24 @@ def test_deterministic_prefill_is_bitwise_and_reuses_whole_pieces() -> None:
         assert torch.equal(a, b)
     assert engine.generate([*prompt[:96], 7], 2).cached_tokens == 96
     assert engine.verify_correctness([prompt]).tolerance_kl == 0
+    assert engine.verify_correctness([prompt])
+
+
+def test_speculation_does_not_spoil_deterministic_pieces() -> None:
+    engine = engine_of(deterministic=True, piece_tokens=32)
+    prompt = words(16) * 4  # ends on the border of a piece, and repeats: candidates from the start
+    engine.generate(prompt, 8, prompt_lookup_num_tokens=4)
+    longer = prompt + words(20, seed=1)
+    cold = engine.generate(longer, 6, reuse="off", output_logits=True).output.logits
+    engine.generate(longer, 6)
+    warm = engine.generate(longer, 6, output_logits=True)
+    assert warm.cached_tokens == 64
+    assert all(torch.equal(a, b) for a, b in zip(cold, warm.output.logits, strict=True))
+
+
+def test_cache_implementation_of_a_config_does_not_get_in_the_way(engine: KVBoost) -> None:
+    config = GenerationConfig(max_new_tokens=5, do_sample=False, cache_implementation="static")
+    assert engine.generate(words(30), generation_config=config).token_ids == plain(words(30), 5)
 
 
 def test_boundary_window_ends_chunks_at_lines() -> None:
@@ -280,30 +304,64 @@ def test_boundary_window_ends_chunks_at_lines() -> None:
     assert all(prompt[s.stop - 1] % 10 == 0 or len(s) == 16 for s in spans[:-2])
 
 
-def test_a_request_past_the_rope_limit_is_not_stored_nor_reused() -> None:
-    engine = engine_of("phi3-longrope")
-    engine.generate(words(100), 4)
-    result = engine.generate(words(100) + words(950, seed=1), 4)
+def test_what_grows_past_the_rope_limit_is_not_stored_nor_reused() -> None:
+    engine, long = engine_of("phi3-longrope"), words(100) + words(950, seed=1)
+    assert engine.warm(long).num_computed == 0
+    assert engine.generate(words(100), 4).cached_tokens == 0
+    result = engine.generate(long, 4)
     assert result.cached_tokens == 0 and "beyond 1024 positions" in result.reuse.note
+    assert result.token_ids == plain(long, 4, "phi3-longrope")
     assert engine.generate([*words(100), 7], 4).cached_tokens == 100
 
 
-def test_unsupported_models_run_without_reuse_if_asked() -> None:
-    model = build("gptj", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8})
+def test_deterministic_prefill_past_the_rope_limit_is_the_models_own() -> None:
+    engine = engine_of("phi3-longrope", deterministic=True, piece_tokens=256)
+    assert engine.generate(words(1100), 6).token_ids == plain(words(1100), 6, "phi3-longrope")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unsupported_models_run_without_reuse_if_asked(name: str) -> None:
+    model_type, differences, reason = REFUSED[name]
+    model = build(model_type, differences)
     with pytest.raises(UnsupportedModel):
         KVBoost(model, WordTokenizer())
-    engine = KVBoost(model, WordTokenizer(), strict=False)
-    result = engine.generate(words(20), 4)
-    assert len(result.token_ids) == 4 and "cannot be replaced" in result.reuse.note
-    assert engine.warm(words(20)).num_computed == 0
-    engine.close()
+    with KVBoost(model, WordTokenizer(), strict=False) as engine:
+        result = engine.generate(words(20), 4)
+        assert len(result.token_ids) == 4 and reason in result.reuse.note
+        assert engine.warm(words(20), pin=True).num_computed == 0
+        assert engine.cache_stats()["requests"] == 1
+        with pytest.raises(UnsupportedModel, match=reason):
+            engine.verify_correctness()
+
+
+def test_a_model_has_one_engine_and_gets_its_state_back() -> None:
+    model = build(*SUPPORTED["gemma2-softcap"]).train()
+    with KVBoost(model, WordTokenizer()), pytest.raises(UnsupportedModel, match="close that one"):
+        KVBoost(model, WordTokenizer())
+    assert model.training
+    with KVBoost(model, WordTokenizer()) as engine:
+        assert engine.generate(words(20), 2).token_ids
+
+
+def test_calling_the_engine_from_inside_a_request_is_an_error_not_a_deadlock(
+    engine: KVBoost,
+) -> None:
+    def ask(batch: int, ids: torch.Tensor) -> list[int]:
+        engine.generate([1, 2], 1)
+        return [5]
+
+    with pytest.raises(KVBoostError, match="wait for itself"):
+        engine.generate(words(20), 2, prefix_allowed_tokens_fn=ask)
+    assert engine.generate(words(20), 2).token_ids
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"prompt": []}, "empty"),
-        ({"prompt": [1], "past_key_values": None}, "brings its own"),
+        ({"prompt": [1], "past_key_values": None}, "brings its own cache"),
+        ({"prompt": [1], "token_healing": True}, "changes the prompt"),
+        ({"prompt": [1], "reuse": "off", "mode": GenerationMode.BASELINE}, "give one"),
         ({"prompt": [1], "chunk_size": 3}, "not per request"),
         ({"prompt": [1], "reuse": "some"}, "off, exact, auto"),
     ],

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from kvboost import KVBoost
 from kvboost.core import Span
-from kvboost.engine.prefill import prefill
+from kvboost.engine.prefill import complete, prefill
 
 pytestmark = pytest.mark.model
 
@@ -75,8 +75,7 @@ def test_deterministic_prefill_gives_the_same_bits_cold_and_warm(
         seen = []
         for reuse in ("off", "exact"):
             prefilled = prefill(prompt, engine._parts, reuse=reuse, tenant="", capacity=1300)
-            rest = [prompt[position] for position in prefilled.pending]
-            logits = engine._parts.model.forward(prefilled.slots, rest, prefilled.pending)
+            logits = complete(prefilled, prompt, engine._parts)
             rows = prefilled.slots.read(Span(0, len(prompt)))
             seen.append([logits, *(plane.clone() for plane in rows)])
             engine._parts.model.recycle(prefilled.slots)

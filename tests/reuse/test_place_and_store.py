@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fakes import GEOMETRY, FakeSlots, FaultyTier
 from kvboost.codecs.raw import RawCodec
@@ -22,13 +24,13 @@ class Store:
         self.index, self.tier, self.metrics = ChunkIndex(), FaultyTier(budget_bytes), Metrics()
         self.codec = RawCodec(GEOMETRY)
 
-    def commit(self, tokens: list[int], slots: FakeSlots) -> None:
-        chunks = split(tokens, 8)
+    def commit(self, tokens: list[int], slots: FakeSlots, window: int = 0) -> None:
+        chunks = split(tokens, 8, window, {0})
         parts = (self.index, self.tier, self.codec, self.metrics)
         commit(slots, chunks, derive(chunks, SPACE), *parts)
 
-    def find(self, tokens: list[int]) -> ReusePlan:
-        chunks = split(tokens, 8)
+    def find(self, tokens: list[int], window: int = 0) -> ReusePlan:
+        chunks = split(tokens, 8, window, {0})
         return find(chunks, derive(chunks, SPACE), self.index)
 
     def assemble(self, tokens: list[int], slots: FakeSlots) -> ReusePlan:
@@ -100,3 +102,24 @@ def test_a_pinned_tail_survives_a_longer_copy() -> None:
     assert store.tier.pin([tail], None) == 1
     store.commit(tokens, FakeSlots(30))
     assert store.tier.get(tail) is not None
+
+
+@given(st.lists(st.integers(0, 3), min_size=18, max_size=60), st.data())
+def test_what_was_stored_last_is_found_whole_wherever_it_is_cut(
+    tokens: list[int], data: st.DataObject
+) -> None:
+    store, window = Store(), data.draw(st.integers(0, 6))
+    for _ in range(data.draw(st.integers(0, 4))):
+        length = data.draw(st.integers(1, len(tokens)))
+        store.commit(tokens[:length], FakeSlots(60), window)
+    store.commit(tokens, FakeSlots(60), window)
+    assert store.find([*tokens, 9], window).num_reused == len(tokens)
+
+
+def test_pins_over_one_another_keep_the_longest() -> None:
+    store, tokens = Store(), list(range(16))
+    store.commit(tokens, FakeSlots(16))
+    keys = [key.prefix for key in derive(split(tokens, 8), SPACE)]
+    store.tier.pin(keys, ttl_s=None)
+    store.tier.pin(keys, ttl_s=0)
+    assert not store.tier.discard(keys[0])

@@ -28,7 +28,7 @@ def answer(
         raise CancelledError("cancelled while it waited")
     model = parts.model
     watch = StepWatch(request.cancelled.is_set)
-    arguments = dict(request.arguments)
+    arguments = {"tokenizer": tokenizer, **request.arguments}  # the tokenizer is for stop strings
     arguments["stopping_criteria"] = stopping_criteria(watch, arguments.get("stopping_criteria"))
     if request.emit is not None:
         arguments["streamer"] = TextCallback(tokenizer, request.emit)
@@ -43,9 +43,7 @@ def answer(
             tenant=request.tenant,
             capacity=num_prompt + num_new,
         )
-    output = model.generate(
-        prefilled.slots if prefilled else None, request.tokens, tokenizer, **arguments
-    )
+    output = model.generate(prefilled.slots if prefilled else None, request.tokens, arguments)
     sequences = output.sequences.tolist()
     texts = tokenizer.batch_decode([s[num_prompt:] for s in sequences], skip_special_tokens=True)
     finished_at = time.perf_counter()
@@ -61,7 +59,7 @@ def answer(
         output_texts=texts,
         output=output,
     )
-    _count(prefilled, num_prompt, parts)
+    _count(prefilled, num_prompt, parts, looked_up=not note)
 
     def store() -> None:
         if prefilled is not None:
@@ -86,7 +84,7 @@ def _why_not(request: Request, model: HFModel, num_tokens: int) -> str:
         return model.refusal
     if request.reuse == "off":
         return "reuse is off"
-    if model.position_limit is not None and num_tokens > model.position_limit:
+    if model.is_alone(num_tokens):
         return (
             f"the rotary embedding changes beyond {model.position_limit} positions and "
             f"this request may reach {num_tokens}"
@@ -114,22 +112,24 @@ def _storable(
     request: Request, parts: Parts, prefilled: Prefilled, sequence: list[int]
 ) -> list[int]:
     """The tokens whose rows are what any other request would compute for them."""
-    slots, size = prefilled.slots, parts.piece_tokens
-    if size is not None:
-        # Only whole pieces have the shapes of others, and only without beams beside them.
-        num_alike = len(request.tokens) if slots.batch_size == 1 else prefilled.pending[0]
-        return request.tokens[: num_alike // size * size]
+    slots = prefilled.slots
+    if sequence[: len(request.tokens)] != request.tokens:
+        return []  # a generation argument that changed the prompt
+    if parts.piece_tokens is not None:
+        # generate() may compute the last piece beside beams or candidates, in other shapes.
+        return request.tokens[: prefilled.pending[0]]
     if slots.batch_size > 1:
         return request.tokens  # what was generated differs from beam to beam
     return sequence[: slots.length]
 
 
-def _count(prefilled: Prefilled | None, num_prompt: int, parts: Parts) -> None:
+def _count(prefilled: Prefilled | None, num_prompt: int, parts: Parts, *, looked_up: bool) -> None:
     add = parts.metrics.add
     add("requests")
     add("prompt_tokens", num_prompt)
-    if prefilled is not None:
+    if prefilled is not None and looked_up:
         plan = prefilled.plan
         add("exact_tokens", plan.num_reused)
         add("exact_hits", len(plan.matches))
-        add("misses", -(-(num_prompt - plan.num_reused) // parts.options.chunk_size))
+        # The last token is computed in any case.
+        add("misses", -(-(num_prompt - 1 - plan.num_reused) // parts.options.chunk_size))

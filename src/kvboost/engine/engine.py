@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,7 +16,8 @@ from kvboost.build import build
 from kvboost.config import check_reuse, make_options, option_names
 from kvboost.core import ReuseMode
 from kvboost.engine.answer import answer
-from kvboost.engine.prefill import keys_of, warm_up
+from kvboost.engine.prefill import pin as pin_chunks
+from kvboost.engine.prefill import warm_up
 from kvboost.engine.request import Request
 from kvboost.engine.results import (
     CorrectnessReport,
@@ -24,7 +25,7 @@ from kvboost.engine.results import (
     GenerationResult,
     WarmResult,
 )
-from kvboost.engine.stream import Event, TextStream
+from kvboost.engine.stream import Event, TextStream, text_of
 from kvboost.engine.verify import PROMPTS, verify
 from kvboost.engine.worker import Worker
 from kvboost.errors import ConfigError, UnsupportedModel
@@ -39,15 +40,15 @@ if TYPE_CHECKING:
 
 DEFAULT_NEW_TOKENS = 64
 MANY_TEXTS = 8  # from here on `warm` shows its progress
-# The engine gives these to generate() itself.
-OWNED = (
-    "attention_mask",
-    "cache_implementation",
-    "input_ids",
-    "inputs",
-    "inputs_embeds",
-    "past_key_values",
-)
+REFUSED = {
+    "attention_mask": "a prompt has no padding here",
+    "cache_implementation": "KVBoost brings its own cache",
+    "input_ids": "the prompt is the first argument",
+    "inputs": "the prompt is the first argument",
+    "inputs_embeds": "K/V is found by token ids",
+    "past_key_values": "KVBoost brings its own cache",
+    "token_healing": "it changes the prompt after its K/V was found",
+}
 
 
 class KVBoost:
@@ -71,11 +72,15 @@ class KVBoost:
         """
         self._options = make_options(options)
         self.tokenizer = tokenizer
-        hosted = HFModel(model, strict=self._options.strict)
         snapped = self._options.chunk_boundary_window > 0
         boundaries = boundary_tokens(tokenizer) if snapped else frozenset()
-        self._parts = build(self._options, hosted, boundaries)
         self._worker = Worker()
+        try:
+            hosted = self._worker.call(partial(HFModel, model, strict=self._options.strict))
+        except UnsupportedModel:
+            self._worker.close()
+            raise
+        self._parts = build(self._options, hosted, boundaries)
 
     @classmethod
     def from_pretrained(cls, model: str, *, device: str | None = None, **arguments: Any) -> KVBoost:
@@ -142,19 +147,21 @@ class KVBoost:
     ) -> TextStream:
         """Like `generate`, but yields the text as it comes."""
         request = self._request(prompt, max_new_tokens, mode, reuse, tenant, arguments)
+        return TextStream(partial(self._start, request))
 
-        def start(put: Callable[[Event], None], cancelled: threading.Event) -> None:
-            reply = self._submit(request.streamed(put, cancelled))
-            reply.add_done_callback(lambda done: put(done.exception() or done.result()))
-
-        return TextStream(start)
-
-    async def astream(self, prompt: Prompt, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
+    def astream(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int | None = None,
+        *,
+        mode: GenerationMode | None = None,
+        reuse: ReuseMode | None = None,
+        tenant: str = "",
+        **arguments: Any,
+    ) -> AsyncIterator[str]:
         """`stream` for asyncio: the event loop stays free while the model computes."""
-        stream = self.stream(prompt, *args, **kwargs)
-        with stream:
-            while (piece := await asyncio.to_thread(next, stream, None)) is not None:
-                yield piece
+        request = self._request(prompt, max_new_tokens, mode, reuse, tenant, arguments)
+        return text_of(partial(self._start, request))
 
     def chat(
         self,
@@ -162,14 +169,20 @@ class KVBoost:
         max_new_tokens: int | None = None,
         *,
         tools: Any = None,
-        **kwargs: Any,
+        mode: GenerationMode | None = None,
+        reuse: ReuseMode | None = None,
+        tenant: str = "",
+        **arguments: Any,
     ) -> GenerationResult:
         """Answer a conversation, in the model's own chat template.
 
-        Earlier messages keep their tokens from turn to turn, so that a history is found again.
+        A history is found again as far as the template renders earlier messages as before and
+        the tokenizer splits an answer as the model did.
         """
+        started_at = time.perf_counter()
         tokens = self._chat_tokens(messages, tools=tools, add_generation_prompt=True)
-        return self.generate(tokens, max_new_tokens, **kwargs)
+        request = self._request(tokens, max_new_tokens, mode, reuse, tenant, arguments)
+        return self._run(replace(request, started_at=started_at))
 
     def warm(
         self,
@@ -186,15 +199,17 @@ class KVBoost:
         """
         if position_offset != 0:
             raise ConfigError(f"position_offset={position_offset}: only 0 can be reused so far")
+        if ttl_s is not None and not pin:
+            raise ConfigError(f"ttl_s={ttl_s} is how long a pin lasts: it needs pin=True")
         started = time.perf_counter()
         texts = self._texts_to_warm(content)
         num_tokens = num_computed = num_pinned = 0
         for tokens in tqdm(texts, desc="warming", disable=len(texts) < MANY_TEXTS):
-            num_computed += self._worker.call(partial(warm_up, tokens, self._parts, tenant=tenant))
+            work = partial(self._warm_one, tokens, pin=pin, ttl_s=ttl_s, tenant=tenant)
+            computed, pinned = self._worker.call(work)
             num_tokens += len(tokens)
-            if pin:
-                held = keys_of(tokens, self._parts, tenant)
-                num_pinned += self._parts.tier.pin(held, ttl_s)
+            num_computed += computed
+            num_pinned += pinned
         total_ms = 1e3 * (time.perf_counter() - started)
         return WarmResult(len(texts), num_tokens, num_computed, num_pinned, total_ms)
 
@@ -209,6 +224,9 @@ class KVBoost:
         if self._parts.model.refusal:
             raise UnsupportedModel(self._parts.model.refusal)
         tokens = [self._tokens(prompt) for prompt in (PROMPTS if prompts is None else prompts)]
+        if prompts is None:  # long enough that whole pieces of deterministic prefill are reused
+            least = self._options.piece_tokens if self._options.deterministic else 0
+            tokens = [each * (1 + least // len(each)) for each in tokens]
         answers = [
             self.generate(each, max_new_tokens, reuse="off", do_sample=False).token_ids
             for each in tokens
@@ -218,8 +236,7 @@ class KVBoost:
         return self._worker.call(partial(verify, tokens, answers, self._parts))
 
     def cache_stats(self) -> dict[str, Any]:
-        """Sizes and counts since the engine was made."""
-        self.flush()
+        """Sizes and counts since the engine was made, at once: `flush` first to miss nothing."""
         counts, tier = self._parts.metrics.snapshot(), self._parts.tier.stats()
         hits, misses = counts["exact_hits"], counts["misses"]
         hit_rate = hits / (hits + misses) if hits + misses else 0.0
@@ -261,12 +278,14 @@ class KVBoost:
         arguments: dict[str, Any],
     ) -> Request:
         started_at = time.perf_counter()
-        for name in OWNED:
+        for name, reason in REFUSED.items():
             if name in arguments:
-                raise ConfigError(f"{name!r} cannot be given: KVBoost brings its own")
+                raise ConfigError(f"{name!r} cannot be given: {reason}")
         for name in option_names():
             if name in arguments:
                 raise ConfigError(f"{name!r} is set when the engine is made, not per request")
+        if mode is not None and reuse is not None:
+            raise ConfigError(f"mode={mode} and reuse={reuse!r} say the same: give one")
         chosen = mode.reuse if mode is not None else reuse
         if max_new_tokens is not None:
             arguments["max_new_tokens"] = max_new_tokens
@@ -281,6 +300,20 @@ class KVBoost:
             arguments=arguments,
             started_at=started_at,
         )
+
+    def _warm_one(
+        self, tokens: list[int], *, pin: bool, ttl_s: float | None, tenant: str
+    ) -> tuple[int, int]:
+        computed = warm_up(tokens, self._parts, tenant=tenant)
+        if not pin or self._parts.model.refusal:
+            return computed, 0
+        return computed, pin_chunks(tokens, self._parts, tenant=tenant, ttl_s=ttl_s)
+
+    def _start(
+        self, request: Request, put: Callable[[Event], None], cancelled: threading.Event
+    ) -> None:
+        reply = self._submit(request.streamed(put, cancelled))
+        reply.add_done_callback(lambda done: put(done.exception() or done.result()))
 
     def _submit(self, request: Request) -> Future[GenerationResult]:
         return self._worker.submit(partial(answer, request, self._parts, self.tokenizer))

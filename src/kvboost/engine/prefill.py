@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvboost.build import Parts
-from kvboost.core import Chunk, ChunkKeys, PrefixKey, ReuseMode, ReusePlan
+from kvboost.core import Chunk, ChunkKeys, ReuseMode, ReusePlan
 from kvboost.models.slots import SlotCache
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
@@ -15,6 +16,11 @@ from kvboost.reuse.lookup import find
 from kvboost.reuse.place import assemble
 from kvboost.reuse.run import forward
 from kvboost.reuse.store import commit
+
+if TYPE_CHECKING:
+    import torch
+
+FIRST_NEW_ROWS = 1024  # room for the answer to start with; buffers grow when it is longer
 
 
 @dataclass(frozen=True)
@@ -31,19 +37,31 @@ class Prefilled:
 def prefill(
     tokens: Sequence[int], parts: Parts, *, reuse: ReuseMode, tenant: str, capacity: int
 ) -> Prefilled:
-    """Fill the K/V of `tokens`, computing only what the store cannot supply."""
+    """Fill the K/V of `tokens`, computing only what the store cannot supply.
+
+    `capacity` is what the sequence may grow to.
+    """
     started = time.perf_counter()
-    plan = ReusePlan(len(tokens))
-    if reuse != "off":
+    is_alone = parts.model.is_alone(capacity)
+    found = ReusePlan(len(tokens))
+    if reuse != "off" and not is_alone:
         chunks, keys = _named_chunks(tokens, parts, tenant)
-        plan = find(chunks, keys, parts.index, granularity=parts.piece_tokens or 1)
-    found = time.perf_counter()
-    slots = parts.model.slots(capacity)
-    plan = assemble(plan, slots, parts.tier, parts.codec, parts.metrics)
+        found = find(chunks, keys, parts.index, granularity=parts.piece_tokens or 1)
+    looked_up = time.perf_counter()
+    slots = parts.model.slots(len(tokens) + min(capacity - len(tokens), FIRST_NEW_ROWS))
+    plan = assemble(found, slots, parts.tier, parts.codec, parts.metrics)
+    for lost in found.matches[len(plan.matches) :][:1]:
+        parts.index.remove(lost.key)  # so that it is stored again
     loaded = time.perf_counter()
     live = parts.repair.select(plan)
-    pending = forward(parts.model, slots, tokens, live, parts.piece_tokens)
-    return Prefilled(slots, plan, pending, 1e3 * (found - started), 1e3 * (loaded - found))
+    pending = forward(parts.model, slots, tokens, live, None if is_alone else parts.piece_tokens)
+    return Prefilled(slots, plan, pending, 1e3 * (looked_up - started), 1e3 * (loaded - looked_up))
+
+
+def complete(prefilled: Prefilled, tokens: Sequence[int], parts: Parts) -> torch.Tensor:
+    """Compute what is pending; the logits after the last token [1, vocabulary]."""
+    rest = [tokens[position] for position in prefilled.pending]
+    return parts.model.forward(prefilled.slots, rest, prefilled.pending)
 
 
 def keep(slots: SlotCache, tokens: Sequence[int], parts: Parts, *, tenant: str) -> None:
@@ -54,11 +72,10 @@ def keep(slots: SlotCache, tokens: Sequence[int], parts: Parts, *, tenant: str) 
 
 def warm_up(tokens: list[int], parts: Parts, *, tenant: str) -> int:
     """Compute and store what the store lacks of `tokens`; return how many were computed."""
-    if parts.model.refusal:
+    if parts.model.refusal or parts.model.is_alone(len(tokens)):
         return 0
     prefilled = prefill(tokens, parts, reuse="exact", tenant=tenant, capacity=len(tokens))
-    rest = [tokens[position] for position in prefilled.pending]
-    parts.model.forward(prefilled.slots, rest, prefilled.pending)
+    complete(prefilled, tokens, parts)
     size = parts.piece_tokens or 1
     whole = tokens[: len(tokens) // size * size]
     if whole:
@@ -67,9 +84,11 @@ def warm_up(tokens: list[int], parts: Parts, *, tenant: str) -> int:
     return len(tokens) - prefilled.plan.num_reused
 
 
-def keys_of(tokens: Sequence[int], parts: Parts, tenant: str) -> list[PrefixKey]:
-    """The keys under which the chunks of `tokens` are stored, if they are."""
-    return [key.prefix for key in _named_chunks(tokens, parts, tenant)[1]]
+def pin(tokens: list[int], parts: Parts, *, tenant: str, ttl_s: float | None) -> int:
+    """Keep the stored chunks of `tokens` from leaving; return how many they are."""
+    chunks, keys = _named_chunks(tokens, parts, tenant)
+    matches = find(chunks, keys, parts.index).matches
+    return parts.tier.pin([match.key for match in matches], ttl_s)
 
 
 def _named_chunks(

@@ -103,9 +103,11 @@ class CorrectnessReport:
         return check.cached_tokens > 0 and agrees and check.max_kl <= self.tolerance_kl
 
     def __str__(self) -> str:
-        same = sum(check.first_difference is None for check in self.checks)
-        worst = max((check.max_kl for check in self.checks), default=0.0)
         reused = sum(check.cached_tokens for check in self.checks)
+        if reused == 0:
+            return "nothing was reused, so nothing was checked: the prompts are too short"
+        same = sum(check.first_difference is None for check in self.checks)
+        worst = max(check.max_kl for check in self.checks)
         total = sum(check.prompt_tokens for check in self.checks)
         return (
             f"{'correct' if self else 'NOT CORRECT'}: "

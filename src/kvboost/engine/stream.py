@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from kvboost.engine.results import GenerationResult
 
 Event = str | GenerationResult | BaseException
+Start = Callable[[Callable[[Event], None], threading.Event], None]
+"""Called with (put, cancelled): puts text, and at the end the result or an error."""
 
 
 class TextStream(Iterator[str]):
@@ -17,8 +20,7 @@ class TextStream(Iterator[str]):
     Generation runs ahead of the reader and stops soon after the stream is closed or dropped.
     """
 
-    def __init__(self, start: Callable[[Callable[[Event], None], threading.Event], None]) -> None:
-        """Call `start(put, cancelled)`; it puts text, and at the end the result or an error."""
+    def __init__(self, start: Start) -> None:
         self.result: GenerationResult | None = None
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._cancelled = threading.Event()
@@ -50,3 +52,21 @@ class TextStream(Iterator[str]):
 
     def __del__(self) -> None:
         self._cancelled.set()
+
+
+async def text_of(start: Start) -> AsyncIterator[str]:
+    """The same for asyncio: no thread waits, and leaving the loop stops the generation."""
+    loop, cancelled = asyncio.get_running_loop(), threading.Event()
+    events: asyncio.Queue[Event] = asyncio.Queue()
+
+    def put(event: Event) -> None:
+        loop.call_soon_threadsafe(events.put_nowait, event)
+
+    start(put, cancelled)
+    try:
+        while isinstance(event := await events.get(), str):
+            yield event
+        if isinstance(event, BaseException):
+            raise event
+    finally:
+        cancelled.set()

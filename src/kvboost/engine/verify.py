@@ -11,9 +11,9 @@ from kvboost.core import ReuseMode
 from kvboost.engine.prefill import prefill
 from kvboost.engine.results import CorrectnessReport, PromptCheck
 
-# Worst KL per answer token. fp32 differs by the order of summation alone; in 16-bit dtypes equal
-# prompts in other shapes already differ by up to 0.013 (docs/research-log.md).
-TOLERANCE_KL = {"float32": 1e-6, "float64": 1e-12, "float16": 0.01, "bfloat16": 0.05}
+# Worst KL per answer token. fp32 differs by the order of summation alone; in 16-bit dtypes the
+# same prompt computed in other shapes already differs by about 0.01 (docs/research-log.md).
+TOLERANCE_KL = {"float32": 1e-6, "float64": 1e-12, "float16": 0.02, "bfloat16": 0.05}
 
 PROMPTS = (
     "A library keeps one card for each book. The card names the author, the title, the year and "

@@ -7,9 +7,12 @@ compute threads, where torch would make a team of its own for every thread that 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
+
+from kvboost.errors import KVBoostError
 
 T = TypeVar("T")
 Later = Callable[[], None]
@@ -22,13 +25,16 @@ class Worker:
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvboost")
+        self._thread = self._executor.submit(threading.get_ident).result()
 
     def call(self, work: Callable[[], T]) -> T:
         """Do `work` on the thread and wait for it."""
+        self._refuse_itself()
         return self._executor.submit(work).result()
 
     def submit(self, work: Callable[[], tuple[T, Later]]) -> Future[T]:
         """Start work that returns a result and what is to be done once the result is delivered."""
+        self._refuse_itself()
         reply: Future[T] = Future()
         self._executor.submit(self._deliver, work, reply)
         return reply
@@ -36,6 +42,10 @@ class Worker:
     def close(self) -> None:
         """Finish what is queued and end the thread."""
         self._executor.shutdown()
+
+    def _refuse_itself(self) -> None:
+        if threading.get_ident() == self._thread:
+            raise KVBoostError("called from inside a request, which would wait for itself")
 
     @staticmethod
     def _deliver(work: Callable[[], tuple[T, Later]], reply: Future[T]) -> None:

@@ -8,7 +8,7 @@ neither K/V heads nor the causal mask of appended tokens are written out in memo
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,18 +16,19 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 SDPA, EAGER = "kvboost_sdpa", "kvboost_eager"
 
 # Up to here one kernel with a small mask is faster than two without (measured on AVX-512 and AMX).
 FEW_QUERIES = 64
 
 
-def name_for(native: str | None) -> str:
-    """Our counterpart of the attention implementation that the model was loaded with.
-
-    Models with soft-caps or sinks are loaded with eager attention, which knows them.
-    """
-    return EAGER if native == "eager" else SDPA
+def counterpart(model: PreTrainedModel) -> str:
+    """Our implementation for a model: eager where SDPA would drop its soft-caps or sinks."""
+    is_eager = model.config._attn_implementation == "eager"  # noqa: SLF001
+    return EAGER if is_eager or not model._supports_sdpa else SDPA  # noqa: SLF001
 
 
 def register() -> None:

@@ -10,42 +10,29 @@ import torch
 
 from kvboost.core import KVGeometry
 
-# Settings that change K/V while all weights stay the same. What they do not name shows in the
-# weights or in the geometry. The tokenizer is not part: K/V belongs to token ids.
-SETTINGS = (
-    "model_type",
-    "rope_parameters",
-    "partial_rotary_factor",
-    "sliding_window",
-    "layer_types",
-    "attention_chunk_size",
-    "no_rope_layers",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "hidden_act",
-    "hidden_activation",
-    "attn_logit_softcapping",
-    "query_pre_attn_scalar",
-    "num_experts_per_tok",
-)
+# What a config says beside the computation. The tokenizer is no part either: K/V belongs to ids.
+COSMETIC = ("architectures", "dtype", "id2label", "label2id", "transformers_version", "use_cache")
 
 
 def fingerprint(model: torch.nn.Module, geometry: KVGeometry) -> bytes:
-    """Digest of the weights as loaded, the settings and the geometry."""
+    """Digest of the weights and buffers as loaded, the settings and the geometry."""
     config: Any = model.config
-    text = config.get_text_config()
-    settings = {name: getattr(text, name, None) for name in SETTINGS}
+    settings = {
+        name: value
+        for name, value in config.get_text_config().to_dict().items()
+        if name not in COSMETIC and not name.startswith("_")
+    }
     digest = sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     digest.update(repr(geometry).encode())
-    for name, weight in sorted(model.named_parameters()):
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        digest.update(_sample(weight.detach()))
+    for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(_sample(tensor.detach()))
     return digest.digest()
 
 
-def _sample(weight: torch.Tensor) -> bytes:
-    """A checksum over all bits and some bytes in full: reads each weight once, copies none."""
-    raw = weight.reshape(-1).view(torch.uint8)
+def _sample(tensor: torch.Tensor) -> bytes:
+    """A checksum over all bits and some bytes in full: reads each tensor once, copies none."""
+    raw = tensor.reshape(-1).view(torch.uint8)
     whole = len(raw) // 8 * 8
     # Added up modulo 2**64, which no order of summation changes.
     total = raw[:whole].view(torch.int64).sum() + raw[whole:].sum(dtype=torch.int64)

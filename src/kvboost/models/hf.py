@@ -34,16 +34,23 @@ class HFModel:
             UnsupportedModel: with the reason, if `strict`; else `refusal` holds the reason. The
                 model is left as it was.
         """
-        self.model = model.eval()
         self.name = f"{type(model).__name__} ({model.config.model_type})"
-        self._native_attention = model.config._attn_implementation  # noqa: SLF001
+        self._native_attention: str | None = model.config._attn_implementation  # noqa: SLF001
+        if self._native_attention in (attention.SDPA, attention.EAGER):
+            raise UnsupportedModel(f"{self.name}: an engine has it already; close that one first")
+        self._was_training = model.training
+        self.model = model.eval()
+        self.refusal = ""  # why nothing can be reused
+        self._geometry = KVGeometry(num_layers=0, groups=(), dtype="float32", itemsize=4)
+        self._fingerprint = b""
+        self._rotations = certify.Rotations()
+        self._position_limit: int | None = None
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         self._spare: SlotCache | None = None
-        self.refusal = ""
         attention.register()
         try:
             self._certify()
-        except UnsupportedModel as error:
+        except Exception as error:  # whatever a foreign model raises when it is run our way
             self.release()
             self.refusal = f"{self.name}: {error}"
             if strict:
@@ -69,6 +76,10 @@ class HFModel:
     def position_limit(self) -> int | None:
         """Longer sequences cannot share K/V with shorter ones (None: no such limit)."""
         return self._position_limit
+
+    def is_alone(self, num_tokens: int) -> bool:
+        """Whether a sequence of this length rotates its keys unlike shorter ones."""
+        return self._position_limit is not None and num_tokens > self._position_limit
 
     def slots(self, num_tokens: int) -> SlotCache:
         """An empty buffer for about `num_tokens` rows; hand it back with `recycle`."""
@@ -110,27 +121,27 @@ class HFModel:
         return logits[0, -num_logits:]
 
     def generate(
-        self, slots: SlotCache | None, tokens: Sequence[int], tokenizer: Any, **arguments: Any
+        self, slots: SlotCache | None, tokens: Sequence[int], arguments: dict[str, Any]
     ) -> Any:
         """Transformers' `generate()` on top of the rows that `slots` holds already.
 
         It computes the prompt's remaining tokens itself, so every sampling, stopping and
-        streaming argument works as documented there (`tokenizer` is for stop strings). Returns
-        its output object. Without `slots` Transformers uses a cache of its own.
+        streaming argument works as documented there. Returns its output object. Without `slots`
+        Transformers uses a cache of its own.
         """
         counts = [self.setting(n, arguments) for n in ("num_beams", "num_return_sequences")]
         num_sequences = max(count or 1 for count in counts)
         if slots is not None and num_sequences > 1:
             slots.batch_repeat_interleave(num_sequences)
         input_ids = torch.tensor([list(tokens)], device=self.model.device)
-        return self.model.generate(
-            input_ids=input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            past_key_values=slots,
-            return_dict_in_generate=True,
-            tokenizer=tokenizer,
-            **arguments,
-        )
+        ours = {
+            "input_ids": input_ids,
+            "attention_mask": torch.ones_like(input_ids),
+            "return_dict_in_generate": True,
+        }
+        if slots is not None:
+            ours |= {"past_key_values": slots, "cache_implementation": None}
+        return self.model.generate(**(arguments | ours))
 
     def setting(self, name: str, arguments: dict[str, Any]) -> Any:
         """A generation setting as it holds for these arguments of `generate()`."""
@@ -144,6 +155,7 @@ class HFModel:
             self._hook.remove()
         if self._native_attention is not None:
             self.model.set_attn_implementation(self._native_attention)
+        self.model.train(self._was_training)
         self._spare = None
 
     @torch.no_grad()
@@ -154,7 +166,7 @@ class HFModel:
         native = certify.native_logits(model)
         self._rotations = certify.measure_rotations(model, self._geometry)
         self._position_limit = certify.position_limit(model)
-        wanted = attention.name_for(self._native_attention)
+        wanted = attention.counterpart(model)
         try:
             model.set_attn_implementation(wanted)
         except ValueError as error:

@@ -135,13 +135,16 @@ class SlotCache(Cache):
         return self.scattered - torch.arange(len(self.scattered), device=self.scattered.device)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Copy the sequence for beams or several answers."""
-        self._buffers = [buffer.repeat_interleave(repeats, dim=1) for buffer in self._buffers]
-        self._hand_out_views()
+        """Copy each sequence for beams or several answers."""
+        self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep some sequences of the batch."""
-        self._buffers = [buffer.index_select(1, indices) for buffer in self._buffers]
+        """Go on with these sequences of the batch."""
+        for place, old in enumerate(self._buffers):
+            used = old[:, :, :, : self.length].index_select(1, indices.to(old.device))
+            shape = (old.shape[0], len(indices), *old.shape[2:])
+            self._buffers[place] = torch.empty(shape, dtype=old.dtype, device=old.device)
+            self._buffers[place][:, :, :, : self.length].copy_(used)
         self._hand_out_views()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from kvboost.core import Chunk, ChunkKeys, Match, ReusePlan, Span
+from kvboost.core import Chunk, ChunkKeys, Match, MatchKind, ReusePlan, Span
 from kvboost.tiers.index import ChunkIndex
 
 # A prompt with anything reused takes two attention kernels a layer where a fresh one takes one;
@@ -27,7 +28,7 @@ def find(
         if entry is None:
             matches += _head_of_child(chunks[depth:], key, index)
             break
-        matches.append(Match(chunk.span, key.prefix, entry.num_tokens))
+        matches.append(Match(chunk.span, key.prefix, entry.num_tokens, MatchKind.EXACT))
     num_tokens = chunks[-1].span.stop
     found = matches[-1].span.stop if matches else 0
     # The last prompt token is always live: its logits choose the first output token, and tiers
@@ -47,9 +48,9 @@ def _head_of_child(rest: Sequence[Chunk], key: ChunkKeys, index: ChunkIndex) -> 
     if entry is None or entry.prefix is None or num_shared == 0:
         return []
     start = rest[0].span.start
-    return [Match(Span(start, start + num_shared), entry.prefix, entry.num_tokens)]
+    span = Span(start, start + num_shared)
+    return [Match(span, entry.prefix, entry.num_tokens, MatchKind.EXACT)]
 
 
 def _cut(match: Match, stop: int) -> Match:
-    span = Span(match.span.start, min(match.span.stop, stop))
-    return Match(span, match.key, match.num_tokens)
+    return replace(match, span=Span(match.span.start, min(match.span.stop, stop)))

@@ -31,26 +31,43 @@ def commit(
     """Store the chunks that the store does not hold yet.
 
     `slots` must hold their K/V and must not be written meanwhile. Only exact K/V gets a prefix
-    key. A chunk that is the head of a longer stored one is not stored, and a stored one that a
-    new chunk extends is dropped.
+    key. A last chunk that is the head of a longer stored one is not stored, and a stored one that
+    a new chunk extends is dropped.
     """
     if slots.provenance is not Provenance.EXACT:
         return
+    pairs = list(zip(chunks, keys, strict=True))
     try:
         # Last chunk first: the tier forgets the oldest first, and a chunk is of no use without
         # the ones before it.
-        for chunk, key in reversed(list(zip(chunks, keys, strict=True))):
-            if index.get(key.prefix) is not None or index.has_extension(key.parent, chunk.tokens):
+        for chunk, key in reversed(pairs):
+            is_tail = chunk is chunks[-1]
+            if is_tail and index.has_extension(key.parent, chunk.tokens):
                 continue
-            gone = tier.put(key.prefix, codec.encode(slots.read(chunk.span)))
-            metrics.add("stored_chunks")
-            metrics.add("evicted_chunks", len(gone))
-            shorter = index.childless_head(key.parent, chunk.tokens)
-            if shorter is not None and key.prefix not in gone and tier.discard(shorter):
-                gone.append(shorter)
-            index.add(Entry(chunk.tokens, key.content, slots.provenance, key.prefix, key.parent))
-            for evicted in gone:
-                index.remove(evicted)
+            if index.get(key.prefix) is None:
+                _put(slots, chunk, key, index, tier, codec, metrics)
     except CacheError as error:
         log.warning("cache fault while storing, the answer is not affected: %s", error)
         metrics.add("cache_faults")
+
+
+def _put(
+    slots: Slots,
+    chunk: Chunk,
+    key: ChunkKeys,
+    index: ChunkIndex,
+    tier: Tier,
+    codec: Codec,
+    metrics: Metrics,
+) -> None:
+    evicted = tier.put(key.prefix, codec.encode(slots.read(chunk.span)))
+    for gone in evicted:
+        index.remove(gone)
+    if key.prefix in evicted:
+        return
+    index.add(Entry(chunk.tokens, key.content, slots.provenance, key.prefix, key.parent))
+    metrics.add("stored_chunks")
+    metrics.add("evicted_chunks", len(evicted))
+    shorter = index.childless_head(key.parent, chunk.tokens)
+    if shorter is not None and tier.discard(shorter):
+        index.remove(shorter)

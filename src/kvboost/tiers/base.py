@@ -22,7 +22,8 @@ class TierStats:
 class Tier(ABC):
     """A bounded map from key to bytes. Safe to call from several threads.
 
-    Any method may raise `TierUnavailable`; callers treat that as a miss.
+    `get`, `put` and `discard` may raise `TierUnavailable`, which callers treat as a miss; `pin`
+    and `stats` do not raise.
     """
 
     @abstractmethod

@@ -65,7 +65,8 @@ class MemoryTier(Tier):
         until = math.inf if ttl_s is None else self._clock() + ttl_s
         with self._lock:
             held = [key for key in keys if key in self._frames]
-            self._pinned_until.update(dict.fromkeys(held, until))
+            for key in held:
+                self._pinned_until[key] = max(until, self._pinned_until.get(key, until))
             return len(held)
 
     def stats(self) -> TierStats:
