@@ -23,15 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new", type=int, default=64, help="tokens to generate")
     parser.add_argument("--longest", type=int, default=3000, help="tokens of the longest prompt")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--piece", type=int, default=512, help="tokens of a deterministic piece")
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name in options.model:
-        words = tokenizer(name, options.model[0])
+        words = tokenizer(name)
         bare = None if options.deterministic else model(name, DTYPES[options.dtype])
         own = model(name, DTYPES[options.dtype])
-        engine = KVBoost(own, words, deterministic=options.deterministic)
+        shapes = {"deterministic": options.deterministic, "piece_tokens": options.piece}
+        engine = KVBoost(own, words, **shapes)
         done: list[dict[str, Any]] = []
         for turn in range(options.start, options.prompts):
             row = _compare(turn, bare, engine, words, options)

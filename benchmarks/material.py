@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from get_model import get_model
+
 RANDOM_1_5B = "random-1.5b"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
@@ -37,8 +39,8 @@ def model(name: str, dtype: torch.dtype) -> Any:
         torch.set_default_dtype(torch.float32)
 
 
-def tokenizer(name: str, fallback: str) -> Any:
-    return AutoTokenizer.from_pretrained(fallback if name == RANDOM_1_5B else name)
+def tokenizer(name: str) -> Any:
+    return AutoTokenizer.from_pretrained(str(get_model()) if name == RANDOM_1_5B else name)
 
 
 @lru_cache(maxsize=1)

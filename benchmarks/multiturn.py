@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name in options.model:
-        words = tokenizer(name, name)
+        words = tokenizer(name)
         with KVBoost(model(name, DTYPES[options.dtype]), words) as engine:
             about = {"model": name.rstrip("/").split("/")[-1], "dtype": options.dtype}
             rows += [about | row for row in _chat(engine, options)]

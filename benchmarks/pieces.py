@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name in options.model:
-        words = tokenizer(name, options.model[0])
+        words = tokenizer(name)
         engine = KVBoost(model(name, DTYPES[options.dtype]), words)
         parts = engine._parts  # noqa: SLF001 - the same model with other options
         shapes = {None: parts}

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name in options.model:
-        words = tokenizer(name, options.model[0])
+        words = tokenizer(name)
         bare = model(name, DTYPES[options.dtype])
         engine = KVBoost(model(name, DTYPES[options.dtype]), words)
         for length in options.lengths:

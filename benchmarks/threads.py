@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name in options.model:
-        words = tokenizer(name, name)
+        words = tokenizer(name)
         host = model(name, DTYPES[options.dtype])
         with KVBoost(host, words, max_cache_bytes=options.budget * 2**20) as engine:
             row = _measure(engine, words, options)
