@@ -9,7 +9,7 @@ import pytest
 import kvboost
 from kvboost import ConfigError, GenerationMode, KVBoost
 from kvboost.config import make_options
-from make_docs import PAGE, page
+from make_docs import PAGES, generated
 
 ROOT = Path(__file__).parents[1]
 
@@ -82,5 +82,6 @@ def test_changelog_has_the_version() -> None:
     assert newest is not None and newest.group(1) == kvboost.__version__
 
 
-def test_the_page_of_options_is_up_to_date() -> None:
-    assert PAGE.read_text() == page(), "run scripts/make_docs.py"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_generated_parts_of_the_docs_are_up_to_date(page: Path) -> None:
+    assert page.read_text() == generated(page, PAGES[page]()), "run scripts/make_docs.py"
