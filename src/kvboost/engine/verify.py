@@ -12,8 +12,8 @@ from kvboost.engine.prefill import prefill
 from kvboost.engine.results import CorrectnessReport, PromptCheck
 
 # Worst KL per answer token. fp32 differs by the order of summation alone; in 16-bit dtypes the
-# same prompt computed in other shapes already differs by about 0.01 (docs/research-log.md).
-TOLERANCE_KL = {"float32": 1e-6, "float64": 1e-12, "float16": 0.02, "bfloat16": 0.05}
+# same prompt computed in other shapes already differs by up to 0.02 (docs/research-log.md).
+TOLERANCE_KL = {"float32": 1e-6, "float64": 1e-12, "float16": 0.05, "bfloat16": 0.05}
 
 PROMPTS = (
     "A library keeps one card for each book. The card names the author, the title, the year and "
