@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from mmap import mmap
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,10 +26,12 @@ class RawCodec(Codec):
     def encode(self, kv: KV) -> memoryview:
         """Copy the groups into one buffer in host memory."""
         num_tokens = kv[0].shape[2]
-        frame = torch.empty(self._geometry.bytes_per_token * num_tokens, dtype=torch.uint8)
-        for target, source in zip(self._views(frame, num_tokens), kv, strict=True):
+        # A mapping of its own goes back to the system when the frame is dropped; the allocator
+        # would keep pieces of it, and memory would grow beyond the store's budget.
+        frame = memoryview(mmap(-1, self._geometry.bytes_per_token * num_tokens))
+        for target, source in zip(self.decode(frame, num_tokens), kv, strict=True):
             target.copy_(source)
-        return memoryview(frame.numpy().data)
+        return frame
 
     def decode(self, frame: memoryview, num_tokens: int) -> KV:
         """Views of the frame, no copy."""
