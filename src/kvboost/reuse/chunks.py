@@ -14,24 +14,18 @@ def split(
 ) -> list[Chunk]:
     """Cut `tokens` into chunks of at most `chunk_size`; only the last may be shorter on a grid.
 
-    With a `window`, a cut moves back by up to that many tokens to follow a boundary token (the end
-    of a line or sentence). A cut depends on the tokens before it alone, so a common prefix is cut
-    alike in every prompt.
+    With a `window`, a chunk ends at the first boundary token (the end of a line or sentence) among
+    its last `window` places. A cut depends on the tokens before it alone, so a common prefix is
+    cut alike in every prompt.
     """
     packed = np.asarray(tokens, dtype="<u4").tobytes()
     chunks, start = [], 0
     while start < len(tokens):
         stop = min(start + chunk_size, len(tokens))
-        if stop - start == chunk_size:
-            stop = _snap(tokens, stop, max(start + 1, stop - window), boundaries)
+        for cut in range(max(start + 1, start + chunk_size - window), stop):
+            if tokens[cut - 1] in boundaries:
+                stop = cut
+                break
         chunks.append(Chunk(Span(start, stop), packed[start * TOKEN_BYTES : stop * TOKEN_BYTES]))
         start = stop
     return chunks
-
-
-def _snap(tokens: Sequence[int], cut: int, earliest: int, boundaries: Set[int]) -> int:
-    """The last position in [earliest, cut] that follows a boundary token; else `cut`."""
-    for position in range(cut, earliest - 1, -1):
-        if tokens[position - 1] in boundaries:
-            return position
-    return cut
