@@ -10,8 +10,14 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
+from hypothesis import settings
 
 from get_model import models_folder
+
+# The gate tries the same examples every time; a developer's run tries new ones.
+settings.register_profile("ci", derandomize=True)
+if "CI" in os.environ:
+    settings.load_profile("ci")
 
 
 def real_model(name: str) -> str:
