@@ -13,7 +13,7 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.core import Span
-from kvboost.engine.prefill import complete, prefill
+from kvboost.engine.prefill import Terms, complete, prefill
 from material import DTYPES, model, stream, tokenizer
 
 
@@ -84,7 +84,7 @@ def _is_bitwise_equal(engine: KVBoost, prompt: list[int]) -> bool:
     parts = engine._parts  # noqa: SLF001 - looks behind the API on purpose
     seen = []
     for reuse in ("off", "exact"):
-        prefilled = prefill(prompt, parts, reuse=reuse, tenant="", capacity=len(prompt))
+        prefilled = prefill(prompt, parts, Terms(reuse), capacity=len(prompt))
         logits = complete(prefilled, prompt, parts)
         rows = [plane.clone() for plane in prefilled.slots.read(Span(0, len(prompt)))]
         parts.model.recycle(prefilled.slots)

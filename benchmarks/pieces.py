@@ -11,7 +11,7 @@ from typing import Any
 from kvboost import KVBoost
 from kvboost.build import Parts
 from kvboost.config import Options
-from kvboost.engine.prefill import complete, prefill
+from kvboost.engine.prefill import Terms, complete, prefill
 from material import DTYPES, model, stream, tokenizer
 from measure import ratio, seconds
 
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _prefill(prompt: list[int], parts: Parts) -> None:
-    prefilled = prefill(prompt, parts, reuse="off", tenant="", capacity=len(prompt))
+    prefilled = prefill(prompt, parts, Terms("off"), capacity=len(prompt))
     complete(prefilled, prompt, parts)
     parts.model.recycle(prefilled.slots)
 

@@ -18,9 +18,13 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "scr
 
 from transformers.utils import logging
 
+import found
 import identity
+import lookup
+import mixed
 import multiturn
 import pieces
+import quality
 import speed
 import threads
 from get_model import get_model
@@ -29,7 +33,11 @@ from measure import environment
 QUESTIONS = {
     "speed": speed,
     "identity": identity,
+    "found": found,
+    "lookup": lookup,
     "pieces": pieces,
+    "quality": quality,
+    "mixed": mixed,
     "multiturn": multiturn,
     "threads": threads,
 }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import torch
 
-from kvboost.core import KVGeometry, PlaneGroup, PrefixKey, Provenance, Span
+from kvboost.core import KVGeometry, PlaneGroup, PrefixKey, Rotation, Span
 from kvboost.errors import TierUnavailable
 from kvboost.tiers.base import Tier
 from kvboost.tiers.memory import MemoryTier
@@ -23,7 +24,7 @@ class FakeSlots:
     """Rows of distinct numbers, so that a row in the wrong place is seen."""
 
     def __init__(self, num_tokens: int, seed: int = 0) -> None:
-        self.provenance = Provenance.EXACT
+        self.exact_stop = sys.maxsize
         generator = torch.Generator().manual_seed(seed)
         self.rows = [
             torch.randn(len(g.planes), g.heads, num_tokens, g.head_dim, generator=generator)
@@ -36,6 +37,18 @@ class FakeSlots:
 
     def read(self, span: Span) -> list[torch.Tensor]:
         return [rows[:, :, span.start : span.stop] for rows in self.rows]
+
+
+class FakeModel:
+    """A geometry and rotations, as `place` wants them: K planes turn, V planes do not."""
+
+    geometry = GEOMETRY
+    rotations = {  # noqa: RUF012
+        0: Rotation((1.0, 0.1), 0, "half"),
+        1: None,
+        2: Rotation((1.0, 0.1), 0, "half"),
+        3: None,
+    }
 
 
 class FaultyTier(MemoryTier):
@@ -70,7 +83,7 @@ class WordTokenizer:
 
     chat_template = "words"
 
-    def __call__(self, text: str) -> object:
+    def __call__(self, text: str, **_: object) -> object:
         return type("Encoding", (), {"input_ids": [int(word) for word in text.split()]})()
 
     def decode(self, tokens: list[int], **_: object) -> str:

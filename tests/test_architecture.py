@@ -44,7 +44,14 @@ def test_every_module_says_what_it_is_for() -> None:
 
 def test_deciding_modules_load_without_torch() -> None:
     names = ["core", "config", "metrics", "reuse.chunks", "reuse.keys", "reuse.lookup"]
-    names += ["reuse.run", "reuse.repair.none", "tiers.memory", "tiers.index"]
+    names += [
+        "reuse.run",
+        "reuse.repair.none",
+        "reuse.repair.sampled",
+        "tiers.memory",
+        "tiers.index",
+    ]
+    names += ["policy.cost", "policy.guard"]
     imports = "; ".join(f"import kvboost.{name}" for name in names)
     check = f"import sys; {imports}; import kvboost; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

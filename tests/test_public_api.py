@@ -61,7 +61,7 @@ def test_a_mistyped_loader_argument_is_found_too() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"chunk_size": 4}, "chunk_size=4: expected a whole number of at least 8"),
+        ({"chunk_size": 4}, "chunk_size=4: expected a whole number from 8 to 4096"),
         ({"chunk_size": True}, "chunk_size=True"),
         ({"chunk_size": None}, "chunk_size=None"),
         ({"strict": 1}, "strict=1: expected True or False"),

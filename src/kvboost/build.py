@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from kvboost.codecs.base import Codec
 from kvboost.codecs.raw import RawCodec
 from kvboost.config import Options
 from kvboost.metrics import Metrics
 from kvboost.models.hf import HFModel
+from kvboost.policy.cost import CostModel
+from kvboost.policy.guard import QualityGuard
 from kvboost.reuse.repair.base import Repair
 from kvboost.reuse.repair.none import NoRepair
-from kvboost.tiers.base import Tier
+from kvboost.reuse.repair.sampled import SampledRepair
+from kvboost.reuse.repair.scored import ScoredRepair
+from kvboost.reuse.repair.selective import SelectiveRepair
 from kvboost.tiers.index import ChunkIndex
 from kvboost.tiers.memory import MemoryTier
+from kvboost.tiers.store import ChunkStore
 
 
 @dataclass(frozen=True)
@@ -24,10 +28,10 @@ class Parts:
     options: Options
     model: HFModel
     boundaries: Set[int]  # token ids after which a chunk may end early
-    index: ChunkIndex
-    tier: Tier
-    codec: Codec
-    repair: Repair
+    store: ChunkStore
+    repairs: Mapping[float, Repair]  # by ratio: the one asked for, then stronger ones
+    cost: CostModel
+    guard: QualityGuard
     metrics: Metrics
 
     @property
@@ -38,13 +42,41 @@ class Parts:
 
 def build(options: Options, model: HFModel, boundaries: Set[int]) -> Parts:
     """Put an engine's parts together."""
+    metrics = Metrics()
+    ratios = _ratios(options)
+    tier = MemoryTier(options.max_cache_bytes, options.max_chunks)
     return Parts(
         options=options,
         model=model,
         boundaries=boundaries,
-        index=ChunkIndex(),
-        tier=MemoryTier(options.max_cache_bytes, options.max_chunks),
-        codec=RawCodec(model.geometry),
-        repair=NoRepair(),
-        metrics=Metrics(),
+        store=ChunkStore(ChunkIndex(), tier, RawCodec(model.geometry), metrics),
+        repairs={ratio: build_repair(options, ratio) for ratio in ratios},
+        cost=CostModel(),
+        guard=QualityGuard(options.quality_budget, ratios, options.audit_ratio),
+        metrics=metrics,
     )
+
+
+def build_repair(options: Options, ratio: float) -> Repair:
+    """The strategy that the options name."""
+    match options.recompute_strategy:
+        case "sampled":
+            return SampledRepair(ratio, options.recompute_overlap)
+        case "cacheblend":
+            return ScoredRepair(ratio, lambda evidence: evidence.deviation())
+        case "query":
+            return ScoredRepair(ratio, lambda evidence: evidence.attention())
+        case "sensitivity":
+            return ScoredRepair(ratio, lambda evidence: evidence.sensitivity())
+        case "selective":
+            return SelectiveRepair(options.recompute_overlap, options.recompute_tail)
+        case _:
+            return NoRepair()
+
+
+def _ratios(options: Options) -> list[float]:
+    """The ratio asked for and, where it can be raised, its doubles up to 0.6."""
+    first = options.recompute_ratio
+    if options.recompute_strategy in ("none", "selective") or first == 0:
+        return [first]
+    return [first, *(ratio for ratio in (2 * first, 4 * first) if ratio <= 0.6)]

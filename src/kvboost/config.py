@@ -14,9 +14,13 @@ from kvboost.errors import ConfigError
 MIB = 2**20
 
 
-def _about(text: str, *, low: int | None = None) -> dict[str, Any]:
-    """A field's help text and the least value that it may have."""
-    return {"help": text, "low": low}
+STRATEGIES = ("sampled", "selective", "cacheblend", "query", "sensitivity", "none")
+"""How moved K/V is repaired; what each costs and gains is in docs/concepts/exact-and-moved.md."""
+
+
+def _about(text: str, *, low: float | None = None, high: float | None = None) -> dict[str, Any]:
+    """A field's help text and the least and greatest value that it may have."""
+    return {"help": text, "low": low, "high": high}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +31,42 @@ class Options:
         default="exact",
         metadata=_about("what to reuse: 'off', 'exact' or 'auto'; a request may override it"),
     )
-    chunk_size: int = field(default=128, metadata=_about("tokens in a chunk", low=8))
+    recompute_strategy: str = field(
+        default="sampled",
+        metadata=_about(f"how moved K/V is repaired: {', '.join(map(repr, STRATEGIES))}"),
+    )
+    recompute_ratio: float = field(
+        default=0.15,
+        metadata=_about(
+            "share of moved tokens that is computed again (not by 'selective' and 'none')",
+            low=0.0,
+            high=1.0,
+        ),
+    )
+    recompute_overlap: int = field(
+        default=16,
+        metadata=_about("tokens at the start of each moved text that 'selective' repairs", low=0),
+    )
+    recompute_tail: int = field(
+        default=0,
+        metadata=_about("tokens at its end that 'selective' repairs (measured: no gain)", low=0),
+    )
+    quality_budget: float = field(
+        default=0.05,
+        metadata=_about(
+            "mean KL in nats per answer token, against full prefill, that audits of 'auto' allow",
+            low=0.0,
+        ),
+    )
+    audit_ratio: float = field(
+        default=0.02,
+        metadata=_about(
+            "share of answers on moved K/V that is audited in idle time, after the first few",
+            low=0.0,
+            high=1.0,
+        ),
+    )
+    chunk_size: int = field(default=128, metadata=_about("tokens in a chunk", low=8, high=4096))
     chunk_boundary_window: int = field(
         default=0,
         metadata=_about(
@@ -60,6 +99,11 @@ class Options:
         for each in dataclasses.fields(self):
             _check(each, getattr(self, each.name))
         check_reuse(self.reuse)
+        if self.recompute_strategy not in STRATEGIES:
+            raise ConfigError(
+                f"recompute_strategy={self.recompute_strategy!r}: expected one of "
+                f"{', '.join(STRATEGIES)}"
+            )
         if self.chunk_boundary_window >= self.chunk_size:
             raise ConfigError(
                 f"chunk_boundary_window={self.chunk_boundary_window} must be below "
@@ -113,8 +157,14 @@ def _check(option: dataclasses.Field[Any], value: Any) -> None:
         return
     if isinstance(option.default, bool) and not isinstance(value, bool):
         raise ConfigError(f"{option.name}={value!r}: expected True or False")
-    low = option.metadata["low"]
+    low, high = option.metadata["low"], option.metadata["high"]
     if low is None:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ConfigError(f"{option.name}={value!r}: expected a whole number of at least {low}")
+    is_whole = isinstance(option.default, int | None)
+    kind: Any = int if is_whole else (int, float)
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    if is_number and low <= value and (high is None or value <= high):
+        return
+    limits = f"of at least {low}" if high is None else f"from {low} to {high}"
+    what = "whole number" if is_whole else "number"
+    raise ConfigError(f"{option.name}={value!r}: expected a {what} {limits}")

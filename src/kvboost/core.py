@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Literal, NewType
+from typing import Literal, NewType, TypeAlias
 
 PrefixKey = NewType("PrefixKey", bytes)
 """Names a chunk together with everything before it."""
@@ -12,11 +12,14 @@ PrefixKey = NewType("PrefixKey", bytes)
 ContentKey = NewType("ContentKey", bytes)
 """Names a chunk's tokens alone, wherever they stand."""
 
+FrameKey: TypeAlias = PrefixKey | ContentKey
+"""What a tier stores a chunk under: exact K/V by its history, approximate K/V by its content."""
+
 Namespace = NewType("Namespace", bytes)
 """Model, tenant and prefill shapes: keys of two namespaces never meet."""
 
 ReuseMode = Literal["off", "exact", "auto"]
-"""Nothing; what is exact; everything within the quality budget (so far that is what is exact)."""
+"""Nothing; what is exact; also the same text at other places, within a quality budget."""
 
 
 class Provenance(enum.Enum):
@@ -30,6 +33,7 @@ class MatchKind(enum.Enum):
     """What lookup found for a span of the prompt."""
 
     EXACT = "exact"  # same tokens, same history
+    MOVED = "moved"  # same tokens, other history
     MISS = "miss"
 
 
@@ -58,30 +62,41 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKeys:
-    """The names of one chunk. `parent` is the prefix key of the chunk before it."""
+    """What a chunk is named by its history, and what the chunk before it is named."""
 
     parent: PrefixKey
     prefix: PrefixKey
-    content: ContentKey
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """What the index knows of a stored chunk; the K/V itself lies in a tier.
 
+    Exact K/V is named by its prefix key, approximate K/V by its content key and never otherwise.
+
     Raises:
-        ValueError: approximate K/V was given a prefix key.
+        ValueError: the name does not fit the provenance.
     """
 
     tokens: bytes
-    content: ContentKey
     provenance: Provenance
     prefix: PrefixKey | None
-    parent: PrefixKey | None
+    content: ContentKey | None
+    parent: FrameKey | None  # of the chunk that it was computed after
+    home: int  # position of its first token when it was computed
+    space: Namespace
 
     def __post_init__(self) -> None:
-        if self.provenance is Provenance.APPROXIMATE and self.prefix is not None:
-            raise ValueError("approximate K/V must not be reachable by a prefix key")
+        is_exact = self.provenance is Provenance.EXACT
+        if (self.prefix is not None) != is_exact or (self.content is None) != is_exact:
+            raise ValueError("exact K/V is named by its prefix, approximate K/V by its content")
+
+    @property
+    def key(self) -> FrameKey:
+        """What its K/V is stored under."""
+        key = self.prefix or self.content
+        assert key is not None
+        return key
 
     @property
     def num_tokens(self) -> int:
@@ -91,12 +106,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The first `len(span)` tokens of a stored chunk stand at `span` of the prompt."""
+    """Tokens [offset, offset + len(span)) of a stored chunk stand at `span` of the prompt."""
 
     span: Span
-    key: PrefixKey
-    num_tokens: int  # of the whole stored chunk, of which the span may be a head
+    key: FrameKey
+    num_tokens: int  # of the whole stored chunk, of which the span may be a part
     kind: MatchKind
+    offset: int = 0
+    delta: int = 0  # how far it has moved: position in the prompt less position when computed
+    follows: bool = False  # was computed directly after the match before it: no seam between them
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 import torch
 
-from kvboost.core import Rotation
+from kvboost.core import KVGeometry, Rotation
+
+if TYPE_CHECKING:
+    from kvboost.codecs.base import KV
+
+
+def move(
+    kv: KV, geometry: KVGeometry, rotations: Mapping[int, Rotation | None], delta: int
+) -> None:
+    """Turn the K/V of some tokens, in place, to what it is `delta` positions further on."""
+    if delta == 0:
+        return
+    angles: dict[Rotation, tuple[torch.Tensor, torch.Tensor]] = {}
+    for group, part in zip(geometry.groups, kv, strict=True):
+        for place, plane in enumerate(group.planes):
+            rotation = rotations[plane]
+            if rotation is None:
+                continue
+            if rotation not in angles:
+                angles[rotation] = _angles(rotation, delta, part.device)
+            part[place] = _turn(part[place], rotation, *angles[rotation])
 
 
 def rotate(k: torch.Tensor, rotation: Rotation, delta: int) -> torch.Tensor:
@@ -13,16 +36,25 @@ def rotate(k: torch.Tensor, rotation: Rotation, delta: int) -> torch.Tensor:
     Rotations compose: stored K already carries R(old), so one turn by (new - old) moves it. The
     turn has unit scale: what YaRN multiplies K by was applied when K was computed.
     """
-    if delta == 0:
-        return k
-    freq = torch.tensor(rotation.inv_freq, dtype=torch.float64, device=k.device)
-    angle = freq * delta
-    cos, sin = angle.cos().float(), angle.sin().float()
-    moved = k.float().clone()
+    return k if delta == 0 else _turn(k, rotation, *_angles(rotation, delta, k.device))
+
+
+def _angles(
+    rotation: Rotation, delta: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    angle = torch.tensor(rotation.inv_freq, dtype=torch.float64) * delta
+    return angle.cos().float().to(device), angle.sin().float().to(device)
+
+
+def _turn(
+    k: torch.Tensor, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    moved = k.to(torch.float32, copy=True)
     first, second = _pairs(rotation)
-    a, b = moved[..., first].clone(), moved[..., second].clone()
-    moved[..., first] = a * cos - b * sin
-    moved[..., second] = b * cos + a * sin
+    a, b = moved[..., first], moved[..., second]
+    turned = (a * cos).addcmul_(b, sin, value=-1)
+    moved[..., second] = (b * cos).addcmul_(a, sin)
+    moved[..., first] = turned
     return moved.to(k.dtype)
 
 

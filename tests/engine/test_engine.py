@@ -64,9 +64,7 @@ def test_a_result_says_what_was_reused_and_what_it_cost(engine: KVBoost) -> None
     elapsed_ms = 1e3 * (time.perf_counter() - started)
     assert (result.prompt_tokens, result.cached_tokens, result.kv_reuse_ratio) == (50, 40, 0.8)
     assert [(r.span, r.kind) for r in result.reuse.spans] == [
-        (Span(0, 16), MatchKind.EXACT),
-        (Span(16, 32), MatchKind.EXACT),
-        (Span(32, 40), MatchKind.EXACT),
+        (Span(0, 40), MatchKind.EXACT),  # chunks that were computed together are one span
         (Span(40, 50), MatchKind.MISS),
     ]
     assert 0 < result.reuse.lookup_ms + result.reuse.load_ms < result.ttft_ms
@@ -252,7 +250,7 @@ def test_verify_is_true_only_if_reuse_was_right(engine: KVBoost) -> None:
     report = engine.verify_correctness([words(60), words(80, seed=1)], max_new_tokens=8)
     assert report and "2 of 2 answers the same" in str(report)
     engine.flush()
-    for frame in engine._parts.tier._frames.values():
+    for frame in engine._parts.store.tier._frames.values():
         frame[:] = bytes(frame.nbytes)
     spoiled = engine.verify_correctness([words(60)], max_new_tokens=8)
     assert not spoiled and "NOT CORRECT" in str(spoiled)
@@ -299,9 +297,13 @@ def test_boundary_window_ends_chunks_at_lines() -> None:
     engine = KVBoost(model, Sentences(), chunk_size=16, chunk_boundary_window=8)
     prompt = words(60)
     engine.warm(prompt)
-    spans = [r.span for r in engine.generate([*prompt, 7], 2).reuse.spans]
-    assert any(len(span) < 16 for span in spans[:-2])
-    assert all(prompt[s.stop - 1] % 10 == 0 or len(s) == 16 for s in spans[:-2])
+    stored = engine._parts.store.index._tokens  # in the order of the prompt
+    lengths = [len(tokens) // 4 for tokens in stored]
+    stops = [sum(lengths[: count + 1]) for count in range(len(lengths))]
+    assert sum(lengths) == 60
+    assert any(length < 16 for length in lengths[:-1])
+    cuts = list(zip(stops, lengths, strict=True))[:-1]
+    assert all(prompt[stop - 1] % 10 == 0 or length == 16 for stop, length in cuts)
 
 
 def test_what_grows_past_the_rope_limit_is_not_stored_nor_reused() -> None:

@@ -92,7 +92,7 @@ def test_one_wrong_position_is_seen(name: str) -> None:
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_how_keys_turn_with_position_is_found(name: str) -> None:
     model = HFModel(build(*SUPPORTED[name]))
-    turning = [rotation for rotation in model.rotations if rotation is not None]
+    turning = [rotation for rotation in model.rotations.values() if rotation is not None]
     num_planes = sum(len(group.planes) for group in model.geometry.groups)
     assert len(model.rotations) == num_planes
     assert 0 < len(turning) <= num_planes / 2

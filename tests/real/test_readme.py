@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_quick_start_runs_and_shows_reuse(
     smol: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (code,) = re.findall(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code = re.findall(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
     assert "HuggingFaceTB/SmolLM2-135M-Instruct" in code
     monkeypatch.chdir(ROOT)
     exec(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", smol), {})
@@ -23,3 +23,16 @@ def test_the_quick_start_runs_and_shows_reuse(
     )
     assert len(shares) == 2
     assert int(shares[0]) == 0 and int(shares[1]) > 95
+
+
+@pytest.mark.model
+def test_the_part_on_documents_runs(
+    smol: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = re.findall(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code = "from kvboost import KVBoost\n" + blocks[1]
+    monkeypatch.chdir(ROOT)
+    exec(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", smol), {})
+    moved = re.findall(r"(\d+) moved", capsys.readouterr().out)
+    assert len(moved) == 2
+    assert all(int(count) > 500 for count in moved)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from kvboost import KVBoost
 from kvboost.core import Span
-from kvboost.engine.prefill import complete, prefill
+from kvboost.engine.prefill import Terms, complete, prefill
 
 pytestmark = pytest.mark.model
 
@@ -74,7 +74,7 @@ def test_deterministic_prefill_gives_the_same_bits_cold_and_warm(
         engine.warm(stored)
         seen = []
         for reuse in ("off", "exact"):
-            prefilled = prefill(prompt, engine._parts, reuse=reuse, tenant="", capacity=1300)
+            prefilled = prefill(prompt, engine._parts, Terms(reuse), capacity=1300)
             logits = complete(prefilled, prompt, engine._parts)
             rows = prefilled.slots.read(Span(0, len(prompt)))
             seen.append([logits, *(plane.clone() for plane in rows)])

@@ -17,7 +17,10 @@ def index_of(*prompts: list[int]) -> ChunkIndex:
     for tokens in prompts:
         chunks = split(tokens, SIZE)
         for chunk, key in zip(chunks, derive(chunks, SPACE), strict=True):
-            index.add(Entry(chunk.tokens, key.content, Provenance.EXACT, key.prefix, key.parent))
+            start = chunk.span.start
+            index.add(
+                Entry(chunk.tokens, Provenance.EXACT, key.prefix, None, key.parent, start, SPACE)
+            )
     return index
 
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes import GEOMETRY, FakeSlots, FaultyTier
+from fakes import GEOMETRY, FakeModel, FakeSlots, FaultyTier
 from kvboost.codecs.raw import RawCodec
-from kvboost.core import Provenance, ReusePlan, Span
+from kvboost.core import ReusePlan, Span
 from kvboost.metrics import Metrics
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
@@ -15,6 +15,7 @@ from kvboost.reuse.lookup import find
 from kvboost.reuse.place import assemble
 from kvboost.reuse.store import commit
 from kvboost.tiers.index import ChunkIndex
+from kvboost.tiers.store import ChunkStore
 
 SPACE = namespace(b"model", "", None)
 
@@ -22,19 +23,18 @@ SPACE = namespace(b"model", "", None)
 class Store:
     def __init__(self, budget_bytes: int = 10**6) -> None:
         self.index, self.tier, self.metrics = ChunkIndex(), FaultyTier(budget_bytes), Metrics()
-        self.codec = RawCodec(GEOMETRY)
+        self.all = ChunkStore(self.index, self.tier, RawCodec(GEOMETRY), self.metrics)
 
     def commit(self, tokens: list[int], slots: FakeSlots, window: int = 0) -> None:
         chunks = split(tokens, 8, window, {0})
-        parts = (self.index, self.tier, self.codec, self.metrics)
-        commit(slots, chunks, derive(chunks, SPACE), *parts)
+        commit(slots, chunks, derive(chunks, SPACE), SPACE, self.all)
 
     def find(self, tokens: list[int], window: int = 0) -> ReusePlan:
         chunks = split(tokens, 8, window, {0})
         return find(chunks, derive(chunks, SPACE), self.index)
 
     def assemble(self, tokens: list[int], slots: FakeSlots) -> ReusePlan:
-        return assemble(self.find(tokens), slots, self.tier, self.codec, self.metrics)
+        return assemble(self.find(tokens), slots, FakeModel(), self.all).plan
 
 
 def test_rows_come_back_where_they_were() -> None:
@@ -68,10 +68,11 @@ def test_a_fault_while_storing_is_counted_and_no_more() -> None:
     assert store.find(list(range(30))).num_reused == 0
 
 
-def test_approximate_rows_are_not_stored() -> None:
+def test_approximate_rows_are_refused_a_prefix_key() -> None:
     store, slots = Store(), FakeSlots(30)
-    slots.provenance = Provenance.APPROXIMATE
-    store.commit(list(range(30)), slots)
+    slots.exact_stop = 20
+    with pytest.raises(ValueError, match="approximate"):
+        store.commit(list(range(30)), slots)
     assert store.tier.stats().num_entries == 0
 
 

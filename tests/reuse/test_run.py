@@ -13,15 +13,18 @@ class Recorder:
         self.calls.append((list(tokens), list(positions)))
 
 
-def run(live: list[Span], piece_tokens: int | None, num_tokens: int = 100) -> list[list[int]]:
-    model, tokens = Recorder(), [1000 + i for i in range(num_tokens)]
-    last = forward(model, None, tokens, live, piece_tokens)
+def run(
+    live: list[Span], piece_tokens: int | None, repaired: tuple[int, ...] = ()
+) -> list[list[int]]:
+    model, tokens = Recorder(), [1000 + i for i in range(100)]
+    last = forward(model, None, tokens, live, repaired, piece_tokens)
     assert all(given == [tokens[p] for p in positions] for given, positions in model.calls)
     return [positions for _, positions in model.calls] + [list(last)]
 
 
 def test_scattered_positions_are_one_piece() -> None:
     assert run([Span(3, 5), Span(9, 10)], None) == [[3, 4, 9]]
+    assert run([Span(3, 5), Span(9, 10)], None, repaired=(1, 7)) == [[1, 3, 4, 7, 9]]
 
 
 @given(st.integers(0, 90), st.sampled_from([8, 16, 32]))

@@ -17,8 +17,11 @@ class Codec(ABC):
     """Turns a chunk's K/V into bytes and back. Stateless but for the model's geometry."""
 
     @abstractmethod
-    def encode(self, kv: KV) -> memoryview:
-        """Copy `kv` into bytes of its own; the caller may overwrite `kv` afterwards."""
+    def encode(self, kv: KV, sensitivity: bytes = b"") -> memoryview:
+        """Copy `kv` into bytes of its own; the caller may overwrite `kv` afterwards.
+
+        `sensitivity` is a byte for each token: how much its K/V depends on its context.
+        """
 
     @abstractmethod
     def decode(self, frame: memoryview, num_tokens: int) -> KV:
@@ -27,3 +30,7 @@ class Codec(ABC):
         Raises:
             CacheError: the bytes cannot be the K/V of that many tokens.
         """
+
+    @abstractmethod
+    def sensitivity(self, frame: memoryview, num_tokens: int) -> bytes:
+        """What `encode` was given as sensitivity."""

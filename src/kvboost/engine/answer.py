@@ -7,22 +7,24 @@ from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
 
 from kvboost.build import Parts
-from kvboost.core import MatchKind, Span
-from kvboost.engine.prefill import Prefilled, keep, prefill
+from kvboost.core import MatchKind
+from kvboost.engine.audit import Audit, carry_out, prepare
+from kvboost.engine.prefill import Prefilled, Terms, keep, prefill
+from kvboost.engine.report import report
 from kvboost.engine.request import Request
-from kvboost.engine.results import GenerationResult, ReuseReport, SpanReport
+from kvboost.engine.results import GenerationResult
 from kvboost.models.hf import HFModel, StepWatch, stopping_criteria
 from kvboost.models.streaming import TextCallback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from transformers import PreTrainedTokenizerBase
+
+    from kvboost.engine.worker import Idle, Later
 
 
 def answer(
     request: Request, parts: Parts, tokenizer: PreTrainedTokenizerBase
-) -> tuple[GenerationResult, Callable[[], None]]:
+) -> tuple[GenerationResult, Later]:
     """Generate, and return the result with the work of storing its K/V, to be done later."""
     if request.cancelled.is_set():
         raise CancelledError("cancelled while it waited")
@@ -33,41 +35,81 @@ def answer(
     if request.emit is not None:
         arguments["streamer"] = TextCallback(tokenizer, request.emit)
     num_prompt, num_new = len(request.tokens), _most_new_tokens(request, model)
-    note = _why_not(request, model, num_prompt + num_new)
+    note = why_not(request, model, num_prompt + num_new)
+    terms, guard_note = terms_of(request, parts, is_refused=bool(note))
     prefilled = None
     if not model.refusal:
-        prefilled = prefill(
-            request.tokens,
-            parts,
-            reuse="off" if note else request.reuse,
-            tenant=request.tenant,
-            capacity=num_prompt + num_new,
-        )
-    output = model.generate(prefilled.slots if prefilled else None, request.tokens, arguments)
+        prefilled = prefill(request.tokens, parts, terms, capacity=num_prompt + num_new)
+    slots, pending = (prefilled.slots, prefilled.pending) if prefilled else (None, ())
+    output = model.generate(slots, request.tokens, arguments, pending)
     sequences = output.sequences.tolist()
     texts = tokenizer.batch_decode([s[num_prompt:] for s in sequences], skip_special_tokens=True)
     finished_at = time.perf_counter()
+    first_token_at = watch.first_token_at or finished_at
     output.past_key_values = None  # its buffers serve the next request
     result = GenerationResult(
         output_text=texts[0],
         token_ids=sequences[0][num_prompt:],
-        ttft_ms=1e3 * ((watch.first_token_at or finished_at) - request.started_at),
+        ttft_ms=1e3 * (first_token_at - request.started_at),
         total_ms=1e3 * (finished_at - request.started_at),
         prompt_tokens=num_prompt,
-        cached_tokens=prefilled.plan.num_reused if prefilled else 0,
-        reuse=_report(prefilled, num_prompt, note),
+        cached_tokens=prefilled.plan.num_reused - len(prefilled.repaired) if prefilled else 0,
+        reuse=report(prefilled, num_prompt, parts, note or guard_note, first_token_at),
         output_texts=texts,
         output=output,
     )
     _count(prefilled, num_prompt, parts, looked_up=not note)
 
-    def store() -> None:
-        if prefilled is not None:
-            if not note:
-                _store(request, parts, prefilled, sequences[0])
-            model.recycle(prefilled.slots)
+    def later() -> Idle | None:
+        if prefilled is None:
+            return None
+        # Beams and assistants do more than a prefill before the first token is there.
+        if prefilled.slots.batch_size == 1 and not _is_assisted(request):
+            parts.cost.observe(prefilled.work, first_token_at - prefilled.started_at)
+        audit = None
+        if not note:
+            _store(request, parts, prefilled, sequences[0])
+            audit = _prepare_audit(request, parts, prefilled, terms, result)
+        model.recycle(prefilled.slots)
+        return None if audit is None else carry_out(audit, parts)
 
-    return result, store
+    return result, later
+
+
+def terms_of(request: Request, parts: Parts, *, is_refused: bool) -> tuple[Terms, str]:
+    """What the request may reuse, and what the quality budget has to say about it."""
+    if is_refused:
+        return Terms("off", request.tenant), ""
+    if request.reuse != "auto":
+        return Terms(request.reuse, request.tenant), ""
+    if not parts.model.rotations:
+        return Terms("exact", request.tenant), parts.model.rotation_refusal
+    allowed = parts.guard.terms(request.tenant)
+    if not allowed.allows_moved:
+        return Terms("exact", request.tenant), allowed.note
+    return Terms("auto", request.tenant, allowed.ratio), allowed.note
+
+
+def _is_assisted(request: Request) -> bool:
+    return any(
+        name in request.arguments for name in ("assistant_model", "prompt_lookup_num_tokens")
+    )
+
+
+def _prepare_audit(
+    request: Request, parts: Parts, prefilled: Prefilled, terms: Terms, result: GenerationResult
+) -> Audit | None:
+    has_moved = prefilled.slots.exact_stop < len(request.tokens)
+    if not has_moved or prefilled.slots.batch_size > 1 or not result.token_ids:
+        return None
+    if not parts.guard.wants_audit(request.tenant):
+        return None
+    cached = result.cached_tokens
+    try:
+        return prepare(prefilled.slots, request.tokens, result.token_ids, parts, terms, cached)
+    except Exception:
+        parts.guard.abandon(request.tenant)
+        raise
 
 
 def _most_new_tokens(request: Request, model: HFModel) -> int:
@@ -78,7 +120,7 @@ def _most_new_tokens(request: Request, model: HFModel) -> int:
     return max(1, longest - len(request.tokens))
 
 
-def _why_not(request: Request, model: HFModel, num_tokens: int) -> str:
+def why_not(request: Request, model: HFModel, num_tokens: int) -> str:
     """Why this request must not touch the store, or an empty string."""
     if model.refusal:
         return model.refusal
@@ -92,20 +134,10 @@ def _why_not(request: Request, model: HFModel, num_tokens: int) -> str:
     return ""
 
 
-def _report(prefilled: Prefilled | None, num_prompt: int, note: str) -> ReuseReport:
-    if prefilled is None:
-        return ReuseReport((SpanReport(Span(0, num_prompt), MatchKind.MISS),), 0.0, 0.0, note)
-    plan = prefilled.plan
-    spans = [SpanReport(match.span, match.kind) for match in plan.matches]
-    spans += [SpanReport(span, MatchKind.MISS) for span in plan.live]
-    spans.sort(key=lambda report: report.span.start)
-    return ReuseReport(tuple(spans), prefilled.lookup_ms, prefilled.load_ms, note)
-
-
 def _store(request: Request, parts: Parts, prefilled: Prefilled, sequence: list[int]) -> None:
     tokens = _storable(request, parts, prefilled, sequence)
     if tokens:
-        keep(prefilled.slots, tokens, parts, tenant=request.tenant)
+        keep(prefilled, tokens, parts, tenant=request.tenant)
 
 
 def _storable(
@@ -127,9 +159,13 @@ def _count(prefilled: Prefilled | None, num_prompt: int, parts: Parts, *, looked
     add = parts.metrics.add
     add("requests")
     add("prompt_tokens", num_prompt)
-    if prefilled is not None and looked_up:
-        plan = prefilled.plan
-        add("exact_tokens", plan.num_reused)
-        add("exact_hits", len(plan.matches))
-        # The last token is computed in any case.
-        add("misses", -(-(num_prompt - 1 - plan.num_reused) // parts.options.chunk_size))
+    if prefilled is None or not looked_up:
+        return
+    plan = prefilled.plan
+    for kind in (MatchKind.EXACT, MatchKind.MOVED):
+        matches = [match for match in plan.matches if match.kind is kind]
+        add(f"{kind.value}_hits", len(matches))
+        add(f"{kind.value}_tokens", sum(len(match.span) for match in matches))
+    add("repaired_tokens", len(prefilled.repaired))
+    # The last token is computed in any case.
+    add("misses", -(-(num_prompt - 1 - plan.num_reused) // parts.options.chunk_size))

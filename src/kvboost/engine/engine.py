@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
@@ -16,6 +16,7 @@ from kvboost.build import build
 from kvboost.config import check_reuse, make_options, option_names
 from kvboost.core import ReuseMode
 from kvboost.engine.answer import answer
+from kvboost.engine.explain import explain
 from kvboost.engine.prefill import pin as pin_chunks
 from kvboost.engine.prefill import warm_up
 from kvboost.engine.request import Request
@@ -23,10 +24,12 @@ from kvboost.engine.results import (
     CorrectnessReport,
     GenerationMode,
     GenerationResult,
+    ReuseReport,
     WarmResult,
 )
 from kvboost.engine.stream import Event, TextStream, text_of
-from kvboost.engine.verify import PROMPTS, verify
+from kvboost.engine.texts import PREFACE, chat_tokens, texts_to_warm, tokens_of
+from kvboost.engine.verify import PROMPTS, verify, verify_moved
 from kvboost.engine.worker import Worker
 from kvboost.errors import ConfigError, UnsupportedModel
 from kvboost.models.hf import HFModel
@@ -35,8 +38,7 @@ from kvboost.models.load import MODEL_ONLY, SHARED, boundary_tokens, load
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    Prompt: TypeAlias = str | Sequence[int]
-    Messages: TypeAlias = Sequence[Mapping[str, Any]]
+    from kvboost.engine.texts import Messages, Prompt
 
 DEFAULT_NEW_TOKENS = 64
 MANY_TEXTS = 8  # from here on `warm` shows its progress
@@ -100,6 +102,7 @@ class KVBoost:
         prompt: Prompt,
         max_new_tokens: int | None = None,
         *,
+        documents: Sequence[str] = (),
         mode: GenerationMode | None = None,
         reuse: ReuseMode | None = None,
         tenant: str = "",
@@ -107,11 +110,12 @@ class KVBoost:
     ) -> GenerationResult:
         """Answer a prompt, given as text or token ids.
 
-        Greedy unless `do_sample=True`; any argument of Transformers' `generate()` works. `tenant`
-        separates stores: one tenant's prompts never hit another's. `mode` is `reuse` by the names
-        of the original package.
+        `documents` are texts in the prompt that may stand in others too: each is tokenized by
+        itself, so that it has the same tokens wherever it stands. Greedy unless `do_sample=True`;
+        any argument of Transformers' `generate()` works. `tenant` separates stores: one tenant's
+        prompts never hit another's. `mode` is `reuse` by the names of the original package.
         """
-        request = self._request(prompt, max_new_tokens, mode, reuse, tenant, arguments)
+        request = self._request(prompt, documents, max_new_tokens, mode, reuse, tenant, arguments)
         return self._run(request)
 
     def generate_batch(
@@ -140,13 +144,14 @@ class KVBoost:
         prompt: Prompt,
         max_new_tokens: int | None = None,
         *,
+        documents: Sequence[str] = (),
         mode: GenerationMode | None = None,
         reuse: ReuseMode | None = None,
         tenant: str = "",
         **arguments: Any,
     ) -> TextStream:
         """Like `generate`, but yields the text as it comes."""
-        request = self._request(prompt, max_new_tokens, mode, reuse, tenant, arguments)
+        request = self._request(prompt, documents, max_new_tokens, mode, reuse, tenant, arguments)
         return TextStream(partial(self._start, request))
 
     def astream(
@@ -154,13 +159,14 @@ class KVBoost:
         prompt: Prompt,
         max_new_tokens: int | None = None,
         *,
+        documents: Sequence[str] = (),
         mode: GenerationMode | None = None,
         reuse: ReuseMode | None = None,
         tenant: str = "",
         **arguments: Any,
     ) -> AsyncIterator[str]:
         """`stream` for asyncio: the event loop stays free while the model computes."""
-        request = self._request(prompt, max_new_tokens, mode, reuse, tenant, arguments)
+        request = self._request(prompt, documents, max_new_tokens, mode, reuse, tenant, arguments)
         return text_of(partial(self._start, request))
 
     def chat(
@@ -169,6 +175,7 @@ class KVBoost:
         max_new_tokens: int | None = None,
         *,
         tools: Any = None,
+        documents: Sequence[str] = (),
         mode: GenerationMode | None = None,
         reuse: ReuseMode | None = None,
         tenant: str = "",
@@ -180,8 +187,10 @@ class KVBoost:
         the tokenizer splits an answer as the model did.
         """
         started_at = time.perf_counter()
-        tokens = self._chat_tokens(messages, tools=tools, add_generation_prompt=True)
-        request = self._request(tokens, max_new_tokens, mode, reuse, tenant, arguments)
+        tokens = chat_tokens(
+            messages, self.tokenizer, documents, tools=tools, add_generation_prompt=True
+        )
+        request = self._request(tokens, (), max_new_tokens, mode, reuse, tenant, arguments)
         return self._run(replace(request, started_at=started_at))
 
     def warm(
@@ -189,41 +198,80 @@ class KVBoost:
         content: Prompt | Sequence[str] | Messages,
         position_offset: int = 0,
         *,
+        anywhere: bool | None = None,
+        preface: str | None = None,
         pin: bool = False,
         ttl_s: float | None = None,
         tenant: str = "",
     ) -> WarmResult:
         """Read text before it is needed: a text, a list of texts, chat messages, or token ids.
 
-        `pin` keeps it from being evicted, for `ttl_s` seconds if given.
+        With `anywhere`, which is the default for lists of texts in an engine with reuse="auto",
+        each text is a document that will stand in the middle of prompts; it is encoded behind
+        `preface` (a neutral text; best: the beginning that your prompts have in common). Otherwise
+        it is the beginning of prompts. `pin` keeps it from being evicted, for `ttl_s` seconds if
+        given.
         """
         if position_offset != 0:
-            raise ConfigError(f"position_offset={position_offset}: only 0 can be reused so far")
+            raise ConfigError(
+                f"position_offset={position_offset}: positions are found by themselves"
+            )
         if ttl_s is not None and not pin:
             raise ConfigError(f"ttl_s={ttl_s} is how long a pin lasts: it needs pin=True")
         started = time.perf_counter()
-        texts = self._texts_to_warm(content)
+        if anywhere is None:
+            is_list = not isinstance(content, str) and bool(content) and isinstance(content[0], str)
+            anywhere = is_list and self._options.reuse == "auto"
+        texts = texts_to_warm(content, self.tokenizer, anywhere=anywhere)
+        if not texts or not all(texts):
+            raise ConfigError("there is nothing to warm: a text is empty")
+        before = tokens_of(preface or PREFACE, self.tokenizer) if anywhere else []
         num_tokens = num_computed = num_pinned = 0
         for tokens in tqdm(texts, desc="warming", disable=len(texts) < MANY_TEXTS):
-            work = partial(self._warm_one, tokens, pin=pin, ttl_s=ttl_s, tenant=tenant)
-            computed, pinned = self._worker.call(work)
+            work = partial(warm_up, tokens, self._parts, before=before, tenant=tenant)
+            num_computed += self._worker.call(work)
             num_tokens += len(tokens)
-            num_computed += computed
-            num_pinned += pinned
+            if pin:
+                num_pinned += pin_chunks(before + tokens, self._parts, tenant=tenant, ttl_s=ttl_s)
         total_ms = 1e3 * (time.perf_counter() - started)
         return WarmResult(len(texts), num_tokens, num_computed, num_pinned, total_ms)
 
-    def verify_correctness(
-        self, prompts: Sequence[Prompt] | None = None, max_new_tokens: int = 32
-    ) -> CorrectnessReport:
-        """Check, on your prompts or on built-in ones, that reuse does not change answers.
+    def explain(
+        self,
+        prompt: Prompt,
+        *,
+        documents: Sequence[str] = (),
+        reuse: ReuseMode | None = None,
+        tenant: str = "",
+        across_tenants: bool = False,
+    ) -> ReuseReport:
+        """Which spans of a prompt the store would supply now, and why not more.
 
-        Each prompt is stored, then answered with and without reuse. The report is true when it
-        holds, and prints as a sentence.
+        `across_tenants` also tells what is stored for other tenants: for operators only.
+        """
+        request = self._request(prompt, documents, None, None, reuse, tenant, {})
+        work = partial(explain, request, self._parts, across_tenants=across_tenants)
+        return self._worker.call(work)
+
+    def verify_correctness(
+        self,
+        prompts: Sequence[Prompt] | None = None,
+        max_new_tokens: int = 32,
+        *,
+        reuse: ReuseMode = "exact",
+    ) -> CorrectnessReport:
+        """Check, on your prompts or on built-in ones, how far reuse changes answers.
+
+        Each prompt is stored, then answered with and without reuse. With reuse="auto" each is
+        answered on what the ones before it left in the store, so give prompts that share text.
+        The report is true when it holds, and prints as a sentence.
         """
         if self._parts.model.refusal:
             raise UnsupportedModel(self._parts.model.refusal)
-        tokens = [self._tokens(prompt) for prompt in (PROMPTS if prompts is None else prompts)]
+        if isinstance(prompts, str):
+            raise ConfigError("prompts is one text: expected a list of texts")
+        chosen = PROMPTS if prompts is None else prompts
+        tokens = [tokens_of(prompt, self.tokenizer) for prompt in chosen]
         if prompts is None:  # long enough that whole pieces of deterministic prefill are reused
             least = self._options.piece_tokens if self._options.deterministic else 0
             tokens = [each * (1 + least // len(each)) for each in tokens]
@@ -231,31 +279,34 @@ class KVBoost:
             self.generate(each, max_new_tokens, reuse="off", do_sample=False).token_ids
             for each in tokens
         ]
-        for each in tokens:
-            self.warm(each)
-        return self._worker.call(partial(verify, tokens, answers, self._parts))
+        if check_reuse(reuse) == "off":
+            raise ConfigError("reuse='off': there is nothing to verify")
+        check = verify if reuse == "exact" else verify_moved
+        return self._worker.call(partial(check, tokens, answers, self._parts))
 
     def cache_stats(self) -> dict[str, Any]:
         """Sizes and counts since the engine was made, at once: `flush` first to miss nothing."""
-        counts, tier = self._parts.metrics.snapshot(), self._parts.tier.stats()
-        hits, misses = counts["exact_hits"], counts["misses"]
-        hit_rate = hits / (hits + misses) if hits + misses else 0.0
+        counts, tier = self._parts.metrics.snapshot(), self._parts.store.tier.stats()
+        exact, moved = counts["exact_hits"], counts["moved_hits"]
+        chunks = max(1, exact + moved + counts["misses"])
         return {
             "hot_chunks": tier.num_entries,
             "hot_memory_mb": tier.size_bytes / 2**20,
             "budget_mb": tier.budget_bytes / 2**20,
             "pinned_chunks": tier.num_pinned,
-            "cache_hits": hits,
-            "approximate_hits": 0,
-            "cache_misses": misses,
-            "hit_rate": hit_rate,
-            "exact_hit_rate": hit_rate,
+            "cache_hits": exact + moved,
+            "approximate_hits": moved,
+            "cache_misses": counts["misses"],
+            "hit_rate": (exact + moved) / chunks,
+            "exact_hit_rate": exact / chunks,
+            "index_mb": self._parts.store.index.size_bytes / 2**20,
+            "quality": self._parts.guard.snapshot(),
             **counts,
         }
 
     def flush(self) -> None:
-        """Wait until what earlier calls computed is stored."""
-        self._worker.call(lambda: None)
+        """Wait until what earlier calls computed is stored and their audits are done."""
+        self._worker.drain()
 
     def close(self) -> None:
         """Finish storing and give the model back as it was."""
@@ -271,6 +322,7 @@ class KVBoost:
     def _request(
         self,
         prompt: Prompt,
+        documents: Sequence[str],
         max_new_tokens: int | None,
         mode: GenerationMode | None,
         reuse: ReuseMode | None,
@@ -294,20 +346,12 @@ class KVBoost:
             if "max_length" not in arguments:
                 arguments.setdefault("max_new_tokens", DEFAULT_NEW_TOKENS)
         return Request(
-            tokens=self._tokens(prompt),
+            tokens=tokens_of(prompt, self.tokenizer, documents),
             reuse=check_reuse(chosen or self._options.reuse),
             tenant=tenant,
             arguments=arguments,
             started_at=started_at,
         )
-
-    def _warm_one(
-        self, tokens: list[int], *, pin: bool, ttl_s: float | None, tenant: str
-    ) -> tuple[int, int]:
-        computed = warm_up(tokens, self._parts, tenant=tenant)
-        if not pin or self._parts.model.refusal:
-            return computed, 0
-        return computed, pin_chunks(tokens, self._parts, tenant=tenant, ttl_s=ttl_s)
 
     def _start(
         self, request: Request, put: Callable[[Event], None], cancelled: threading.Event
@@ -325,24 +369,3 @@ class KVBoost:
         except BaseException:  # most of all KeyboardInterrupt: don't compute for nobody
             request.cancelled.set()
             raise
-
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        tokens = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
-        if not tokens:
-            raise ConfigError("the prompt is empty")
-        return tokens
-
-    def _chat_tokens(self, messages: Messages, **arguments: Any) -> list[int]:
-        encoded = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, **arguments
-        )
-        return list(encoded["input_ids"])
-
-    def _texts_to_warm(self, content: Prompt | Sequence[str] | Messages) -> list[list[int]]:
-        if isinstance(content, str):
-            return [self._tokens(content)]
-        if content and isinstance(content[0], Mapping):
-            return [self._chat_tokens(content)]  # type: ignore[arg-type]
-        if content and isinstance(content[0], str):
-            return [self._tokens(text) for text in content]  # type: ignore[arg-type]
-        return [self._tokens(content)]  # type: ignore[arg-type]

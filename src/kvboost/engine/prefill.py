@@ -8,19 +8,31 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvboost.build import Parts
-from kvboost.core import Chunk, ChunkKeys, ReuseMode, ReusePlan
+from kvboost.core import Chunk, ChunkKeys, MatchKind, Namespace, ReuseMode, ReusePlan, Span
+from kvboost.models.probe import Probe, context_sensitivity
 from kvboost.models.slots import SlotCache
+from kvboost.policy.cost import MOVED_GAIN, Work
 from kvboost.reuse.chunks import split
-from kvboost.reuse.keys import derive, namespace
-from kvboost.reuse.lookup import find
+from kvboost.reuse.keys import content_key, derive, namespace
+from kvboost.reuse.lookup import LEAST_MOVED_TOKENS, find, find_moved
 from kvboost.reuse.place import assemble
+from kvboost.reuse.repair.base import moved_runs
 from kvboost.reuse.run import forward
-from kvboost.reuse.store import commit
+from kvboost.reuse.store import commit, commit_approximate
 
 if TYPE_CHECKING:
     import torch
 
 FIRST_NEW_ROWS = 1024  # room for the answer to start with; buffers grow when it is longer
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a request may reuse, and whose."""
+
+    reuse: ReuseMode
+    tenant: str = ""
+    ratio: float = 0.0  # of moved tokens that are repaired; one of `parts.repairs`
 
 
 @dataclass(frozen=True)
@@ -30,32 +42,90 @@ class Prefilled:
     slots: SlotCache
     plan: ReusePlan
     pending: Sequence[int]
+    repaired: Sequence[int]
+    dropped: tuple[Span, ...]  # found, but computing it is expected to be faster
+    work: Work
+    started_at: float
     lookup_ms: float
     load_ms: float
 
 
-def prefill(
-    tokens: Sequence[int], parts: Parts, *, reuse: ReuseMode, tenant: str, capacity: int
-) -> Prefilled:
+def prefill(tokens: Sequence[int], parts: Parts, terms: Terms, *, capacity: int) -> Prefilled:
     """Fill the K/V of `tokens`, computing only what the store cannot supply.
 
     `capacity` is what the sequence may grow to.
     """
     started = time.perf_counter()
-    is_alone = parts.model.is_alone(capacity)
-    found = ReusePlan(len(tokens))
-    if reuse != "off" and not is_alone:
-        chunks, keys = _named_chunks(tokens, parts, tenant)
-        found = find(chunks, keys, parts.index, granularity=parts.piece_tokens or 1)
+    model, is_alone = parts.model, parts.model.is_alone(capacity)
+    found = ReusePlan(len(tokens)) if is_alone else look_up(tokens, parts, terms)
+    wanted = worthwhile(found, parts, terms)
     looked_up = time.perf_counter()
-    slots = parts.model.slots(len(tokens) + min(capacity - len(tokens), FIRST_NEW_ROWS))
-    plan = assemble(found, slots, parts.tier, parts.codec, parts.metrics)
-    for lost in found.matches[len(plan.matches) :][:1]:
-        parts.index.remove(lost.key)  # so that it is stored again
+    slots = model.slots(len(tokens) + min(capacity - len(tokens), FIRST_NEW_ROWS))
+    placed = assemble(wanted, slots, model, parts.store)
+    parts.store.forget(placed.lost)
     loaded = time.perf_counter()
-    live = parts.repair.select(plan)
-    pending = forward(parts.model, slots, tokens, live, None if is_alone else parts.piece_tokens)
-    return Prefilled(slots, plan, pending, 1e3 * (looked_up - started), 1e3 * (loaded - looked_up))
+    plan, runs = placed.plan, moved_runs(placed.plan)
+    repair = parts.repairs.get(terms.ratio)
+    repaired: list[int] = []
+    if repair is not None and runs:
+        probe = Probe(model, slots, tokens, plan, placed.sensitivities)
+        repaired = repair.select(plan, probe)
+    pieces = None if is_alone else parts.piece_tokens
+    pending = forward(model, slots, tokens, plan.live, repaired, pieces)
+    if repair is not None and runs:
+        slots.correct(repair.corrected(plan), pending)
+    num_rows = len(tokens) - plan.num_reused + len(repaired)
+    return Prefilled(
+        slots=slots,
+        plan=plan,
+        pending=pending,
+        repaired=repaired,
+        dropped=dropped(found, wanted),
+        work=Work.of(len(tokens), num_rows, plan.num_reused),
+        started_at=started,
+        lookup_ms=1e3 * (looked_up - started),
+        load_ms=1e3 * (loaded - looked_up),
+    )
+
+
+def look_up(tokens: Sequence[int], parts: Parts, terms: Terms) -> ReusePlan:
+    """What the store holds of `tokens`: the exact prefix and, if allowed, the rest anywhere."""
+    if terms.reuse == "off":
+        return ReusePlan(len(tokens))
+    chunks, keys, space = named_chunks(tokens, parts, terms.tenant)
+    plan = find(chunks, keys, parts.store.index, granularity=parts.piece_tokens or 1)
+    # Pieces of fixed shape promise equal bits, which moved K/V cannot keep.
+    if terms.reuse == "auto" and parts.model.rotations and parts.piece_tokens is None:
+        plan = find_moved(plan, chunks, parts.store.index, space)
+    return plan
+
+
+def worthwhile(found: ReusePlan, parts: Parts, terms: Terms) -> ReusePlan:
+    """The part of a plan that is expected to take less time than computing it."""
+    exact = tuple(match for match in found.matches if match.kind is MatchKind.EXACT)
+    if exact == found.matches:
+        return found
+    exact_only = ReusePlan(found.num_tokens, exact)
+    pays = parts.cost.pays(_work(found, parts, terms), _work(exact_only, parts, terms), MOVED_GAIN)
+    return found if pays else exact_only
+
+
+def dropped(found: ReusePlan, wanted: ReusePlan) -> tuple[Span, ...]:
+    """What was found and is not wanted: all that is moved, or nothing."""
+    if wanted is found:
+        return ()
+    return tuple(match.span for match in found.matches if match.kind is MatchKind.MOVED)
+
+
+def repaired_rows(plan: ReusePlan, parts: Parts, terms: Terms) -> int:
+    """About how many moved rows will be computed again."""
+    repair = parts.repairs.get(terms.ratio)
+    return 0 if repair is None else repair.expected_rows(plan)
+
+
+def _work(plan: ReusePlan, parts: Parts, terms: Terms) -> Work:
+    num_rows = plan.num_tokens - plan.num_reused + repaired_rows(plan, parts, terms)
+    return Work.of(plan.num_tokens, num_rows, plan.num_reused)
 
 
 def complete(prefilled: Prefilled, tokens: Sequence[int], parts: Parts) -> torch.Tensor:
@@ -64,36 +134,77 @@ def complete(prefilled: Prefilled, tokens: Sequence[int], parts: Parts) -> torch
     return parts.model.forward(prefilled.slots, rest, prefilled.pending)
 
 
-def keep(slots: SlotCache, tokens: Sequence[int], parts: Parts, *, tenant: str) -> None:
-    """Store the K/V of `tokens`, which `slots` holds from its first row on."""
-    chunks, keys = _named_chunks(tokens, parts, tenant)
-    commit(slots, chunks, keys, parts.index, parts.tier, parts.codec, parts.metrics)
+def keep(
+    prefilled: Prefilled,
+    tokens: Sequence[int],
+    parts: Parts,
+    *,
+    tenant: str,
+    sensitivities: bytes = b"",
+) -> None:
+    """Store the K/V of `tokens` that was computed, which `slots` holds from its first row on.
+
+    What comes before anything moved is exact. Of the rest, stretches that were computed on top of
+    moved K/V are stored as approximate, and moved rows are not stored a second time.
+    """
+    slots = prefilled.slots
+    exact = tokens[: slots.exact_stop]
+    if exact:
+        chunks, keys, space = named_chunks(exact, parts, tenant)
+        commit(slots, chunks, keys, space, parts.store, sensitivities)
+    if slots.exact_stop >= len(tokens):
+        return
+    live = [span for span in prefilled.plan.live if span.start >= slots.exact_stop]
+    live[-1] = Span(live[-1].start, len(tokens))
+    for span in live:
+        if len(span) >= LEAST_MOVED_TOKENS:
+            chunks = _split(tokens[span.start : span.stop], parts, first=span.start)
+            space = _space(parts, tenant)
+            names = [content_key(chunk.tokens, space) for chunk in chunks]
+            commit_approximate(slots, chunks, names, space, parts.store)
 
 
-def warm_up(tokens: list[int], parts: Parts, *, tenant: str) -> int:
-    """Compute and store what the store lacks of `tokens`; return how many were computed."""
+def warm_up(text: list[int], parts: Parts, *, before: list[int], tenant: str) -> int:
+    """Compute and store what the store lacks of `text` behind `before`; how many of it."""
+    tokens = before + text
     if parts.model.refusal or parts.model.is_alone(len(tokens)):
         return 0
-    prefilled = prefill(tokens, parts, reuse="exact", tenant=tenant, capacity=len(tokens))
+    prefilled = prefill(tokens, parts, Terms("exact", tenant), capacity=len(tokens))
     complete(prefilled, tokens, parts)
+    parts.cost.observe(prefilled.work, time.perf_counter() - prefilled.started_at)
     size = parts.piece_tokens or 1
     whole = tokens[: len(tokens) // size * size]
     if whole:
-        keep(prefilled.slots, whole, parts, tenant=tenant)
+        known = b""
+        if before and parts.options.recompute_strategy == "sensitivity":
+            known = context_sensitivity(parts.model, prefilled.slots, whole, len(before))
+        keep(prefilled, whole, parts, tenant=tenant, sensitivities=known)
     parts.model.recycle(prefilled.slots)
-    return len(tokens) - prefilled.plan.num_reused
+    return len(tokens) - max(len(before), prefilled.plan.num_reused)
 
 
 def pin(tokens: list[int], parts: Parts, *, tenant: str, ttl_s: float | None) -> int:
     """Keep the stored chunks of `tokens` from leaving; return how many they are."""
-    chunks, keys = _named_chunks(tokens, parts, tenant)
-    matches = find(chunks, keys, parts.index).matches
-    return parts.tier.pin([match.key for match in matches], ttl_s)
+    matches = look_up(tokens, parts, Terms("exact", tenant)).matches
+    return parts.store.tier.pin([match.key for match in matches], ttl_s)
 
 
-def _named_chunks(
+def named_chunks(
     tokens: Sequence[int], parts: Parts, tenant: str
-) -> tuple[list[Chunk], list[ChunkKeys]]:
+) -> tuple[list[Chunk], list[ChunkKeys], Namespace]:
+    """The chunks of a prompt with their keys, and the namespace of these."""
+    space = _space(parts, tenant)
+    chunks = _split(tokens, parts)
+    return chunks, derive(chunks, space), space
+
+
+def _split(tokens: Sequence[int], parts: Parts, first: int = 0) -> list[Chunk]:
+    """Chunks of tokens that stand at `first` and after it."""
     options = parts.options
     chunks = split(tokens, options.chunk_size, options.chunk_boundary_window, parts.boundaries)
-    return chunks, derive(chunks, namespace(parts.model.fingerprint, tenant, parts.piece_tokens))
+    moved = [Span(c.span.start + first, c.span.stop + first) for c in chunks]
+    return [Chunk(span, chunk.tokens) for span, chunk in zip(moved, chunks, strict=True)]
+
+
+def _space(parts: Parts, tenant: str) -> Namespace:
+    return namespace(parts.model.fingerprint, tenant, parts.piece_tokens)

@@ -28,6 +28,7 @@ class SpanReport:
 
     span: Span
     kind: MatchKind
+    reason: str = ""  # why it was not reused, or was moved, as far as that is known
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,31 @@ class ReuseReport:
     """Where a prompt's K/V came from, and what finding it cost."""
 
     spans: tuple[SpanReport, ...]
-    lookup_ms: float
-    load_ms: float
-    note: str = ""  # why nothing was looked for, where that is so
+    lookup_ms: float = 0.0
+    load_ms: float = 0.0
+    repaired_tokens: int = 0  # moved tokens that were computed again
+    predicted_ms: float | None = None  # prefill with this reuse, as expected before it ran
+    full_ms: float | None = None  # prefill without any reuse, as expected
+    actual_ms: float | None = None  # prefill as it was, lookup and load included
+    note: str = ""  # why nothing was looked for, or what the quality budget decided
+
+    def __str__(self) -> str:
+        exact, moved, missed = (self.tokens(kind) for kind in MatchKind)
+        parts = [
+            f"{exact} tokens exact, {moved} moved ({self.repaired_tokens} of them computed again)"
+        ]
+        parts.append(f"{missed} computed")
+        times = {
+            "predicted": self.predicted_ms,
+            "took": self.actual_ms,
+            "without reuse": self.full_ms,
+        }
+        parts += [f"{name} {ms:.0f} ms" for name, ms in times.items() if ms is not None]
+        return ", ".join(parts) + (f"; {self.note}" if self.note else "")
+
+    def tokens(self, kind: MatchKind) -> int:
+        """Prompt tokens of one kind."""
+        return sum(len(report.span) for report in self.spans if report.kind is kind)
 
 
 @dataclass(frozen=True)
@@ -83,6 +106,7 @@ class PromptCheck:
     prompt_tokens: int
     cached_tokens: int
     max_kl: float  # nats, worst answer token
+    mean_kl: float
     top1_ratio: float  # answer tokens whose most likely next token is the same
     first_difference: int | None  # index of the first answer token that differs, None if none does
 
@@ -94,24 +118,29 @@ class CorrectnessReport:
     checks: tuple[PromptCheck, ...]
     tolerance_kl: float
     must_agree: bool  # whether answers must be the same token by token (not so in 16-bit dtypes)
+    of_mean: bool = False  # whether the tolerance is for the mean of an answer, not its worst token
 
     def __bool__(self) -> bool:
         return bool(self.checks) and all(self._holds(check) for check in self.checks)
 
     def _holds(self, check: PromptCheck) -> bool:
         agrees = check.first_difference is None or not self.must_agree
-        return check.cached_tokens > 0 and agrees and check.max_kl <= self.tolerance_kl
+        return check.cached_tokens > 0 and agrees and self._kl(check) <= self.tolerance_kl
+
+    def _kl(self, check: PromptCheck) -> float:
+        return check.mean_kl if self.of_mean else check.max_kl
 
     def __str__(self) -> str:
         reused = sum(check.cached_tokens for check in self.checks)
         if reused == 0:
-            return "nothing was reused, so nothing was checked: the prompts are too short"
+            return "nothing was reused, so nothing was checked: prompts too short or nothing shared"
+        verdicts = ("within budget", "OVER BUDGET") if self.of_mean else ("correct", "NOT CORRECT")
         same = sum(check.first_difference is None for check in self.checks)
-        worst = max(check.max_kl for check in self.checks)
+        worst, what = max(map(self._kl, self.checks)), "mean KL" if self.of_mean else "KL"
         total = sum(check.prompt_tokens for check in self.checks)
         return (
-            f"{'correct' if self else 'NOT CORRECT'}: "
+            f"{verdicts[0] if self else verdicts[1]}: "
             f"{same} of {len(self.checks)} answers the same, "
-            f"worst KL {worst:.2g} (allowed {self.tolerance_kl:.2g}), "
+            f"worst {what} {worst:.2g} (allowed {self.tolerance_kl:.2g}), "
             f"{reused} of {total} prompt tokens reused"
         )

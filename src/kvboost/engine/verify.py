@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 
 import torch
 
 from kvboost.build import Parts
-from kvboost.core import ReuseMode
-from kvboost.engine.prefill import prefill
+from kvboost.core import MatchKind, ReusePlan
+from kvboost.engine.prefill import Terms, prefill, warm_up
 from kvboost.engine.results import CorrectnessReport, PromptCheck
 
 # Worst KL per answer token. fp32 differs by the order of summation alone; in 16-bit dtypes the
@@ -45,16 +46,17 @@ PROMPTS = (
 def verify(
     prompts: Sequence[list[int]], answers: Sequence[list[int]], parts: Parts
 ) -> CorrectnessReport:
-    """Compare, for prompts that are in the store, the logits of their answers with and without it.
+    """Store each prompt, then compare the logits of its answer with and without the store.
 
     `answers` are the greedy answers without reuse; both runs are forced along them, so that one
     early difference does not hide what comes after it.
     """
     checks = []
     for tokens, expected in zip(prompts, answers, strict=True):
-        fresh, _ = _answer_logits(tokens, expected, parts, reuse="off")
-        reused, num_cached = _answer_logits(tokens, expected, parts, reuse="exact")
-        checks.append(_compare(fresh, reused, len(tokens), num_cached))
+        warm_up(tokens, parts, before=[], tenant="")
+        fresh, _ = answer_logits(tokens, expected, parts, Terms("off"))
+        reused, plan = answer_logits(tokens, expected, parts, Terms("exact"))
+        checks.append(compare(fresh, reused, len(tokens), plan.num_reused))
     dtype = parts.model.geometry.dtype
     is_bitwise = parts.options.deterministic
     return CorrectnessReport(
@@ -64,23 +66,48 @@ def verify(
     )
 
 
-def _answer_logits(
-    tokens: list[int], expected: list[int], parts: Parts, reuse: ReuseMode
-) -> tuple[torch.Tensor, int]:
-    """Logits from which each token of `expected` was chosen, and the prompt tokens reused."""
-    capacity = len(tokens) + len(expected)
-    prefilled = prefill(tokens, parts, reuse=reuse, tenant="", capacity=capacity)
-    stop = capacity - 1
-    positions = range(prefilled.pending[0], stop)
-    rest = (tokens + expected)[positions.start : stop]
+def verify_moved(
+    prompts: Sequence[list[int]], answers: Sequence[list[int]], parts: Parts
+) -> CorrectnessReport:
+    """Compare each answer on what the prompts before it left in the store with a full one.
+
+    Prompts that take nothing moved from earlier ones are left out of the report.
+    """
+    checks, tenant = [], f"verify_correctness {uuid.uuid4()}"
+    for tokens, expected in zip(prompts, answers, strict=True):
+        terms = Terms("auto", tenant, parts.options.recompute_ratio)
+        reused, plan = answer_logits(tokens, expected, parts, terms)
+        if any(match.kind is MatchKind.MOVED for match in plan.matches):
+            fresh, _ = answer_logits(tokens, expected, parts, Terms("off"))
+            checks.append(compare(fresh, reused, len(tokens), plan.num_reused))
+        warm_up(tokens, parts, before=[], tenant=tenant)
+    return CorrectnessReport(
+        tuple(checks), parts.options.quality_budget, must_agree=False, of_mean=True
+    )
+
+
+def answer_logits(
+    tokens: list[int], expected: list[int], parts: Parts, terms: Terms
+) -> tuple[torch.Tensor, ReusePlan]:
+    """Logits from which each token of `expected` was chosen, and what of the prompt was reused."""
+    stop = len(tokens) + len(expected) - 1
+    prefilled = prefill(tokens, parts, terms, capacity=stop + 1)
+    pending = prefilled.pending
+    if isinstance(pending, range):
+        positions: Sequence[int] = range(pending.start, stop)
+    else:
+        positions = [*pending, *range(len(tokens), stop)]
+    everything = tokens + expected
+    rest = [everything[position] for position in positions]
     logits = parts.model.forward(prefilled.slots, rest, positions, num_logits=len(expected))
     parts.model.recycle(prefilled.slots)
-    return logits.float(), prefilled.plan.num_reused
+    return logits.float(), prefilled.plan
 
 
-def _compare(
+def compare(
     fresh: torch.Tensor, reused: torch.Tensor, num_tokens: int, num_cached: int
 ) -> PromptCheck:
+    """How far the logits of an answer with reuse are from those without."""
     p, q = fresh.log_softmax(-1), reused.log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1).clamp_min(0)
     same = fresh.argmax(-1) == reused.argmax(-1)
@@ -89,6 +116,7 @@ def _compare(
         prompt_tokens=num_tokens,
         cached_tokens=num_cached,
         max_kl=float(kl.max()),
+        mean_kl=float(kl.mean()),
         top1_ratio=float(same.float().mean()),
         first_difference=int(differing[0]) if len(differing) else None,
     )

@@ -7,55 +7,133 @@ compute threads, where torch would make a team of its own for every thread that 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 from kvboost.errors import KVBoostError
 
 T = TypeVar("T")
-Later = Callable[[], None]
+Idle = Iterator[None]
+"""Work for quiet times, in steps: a request waits for one step at most."""
+Later = Callable[[], Idle | None]
+"""Work after a result was delivered."""
+
+Jobs: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
+
+QUIET_S = 0.5  # without a request, before idle work starts
 
 log = logging.getLogger(__name__)
 
 
 class Worker:
-    """Runs work in the order it comes."""
+    """Runs work in the order it comes, and idle work in between."""
 
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvboost")
-        self._thread = self._executor.submit(threading.get_ident).result()
+    def __init__(self, quiet_s: float = QUIET_S) -> None:
+        self._jobs: Jobs = queue.SimpleQueue()
+        self._idle: deque[Idle] = deque()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        # The thread knows the queues and not the worker, so that a dropped engine can end.
+        self._thread = threading.Thread(
+            target=_loop, args=(self._jobs, self._idle, quiet_s), name="kvboost", daemon=True
+        )
+        self._thread.start()
+        self._end = weakref.finalize(self, _finish, self._jobs, self._thread)
 
     def call(self, work: Callable[[], T]) -> T:
         """Do `work` on the thread and wait for it."""
-        self._refuse_itself()
-        return self._executor.submit(work).result()
+        reply: Future[T] = Future()
+        self._queue(partial(_fulfil, reply, work))
+        return reply.result()
 
     def submit(self, work: Callable[[], tuple[T, Later]]) -> Future[T]:
         """Start work that returns a result and what is to be done once the result is delivered."""
-        self._refuse_itself()
         reply: Future[T] = Future()
-        self._executor.submit(self._deliver, work, reply)
+        self._queue(partial(_deliver, reply, work, self._idle))
         return reply
 
+    def drain(self) -> None:
+        """Wait until all work that was queued before is done, idle work too."""
+        self.call(partial(_finish_idle, self._idle))
+
     def close(self) -> None:
-        """Finish what is queued and end the thread."""
-        self._executor.shutdown()
+        """Finish what is queued but for idle work, and end the thread."""
+        with self._lock:
+            self._is_closed = True
+        self._end()
 
-    def _refuse_itself(self) -> None:
-        if threading.get_ident() == self._thread:
+    def _queue(self, job: Callable[[], None]) -> None:
+        if threading.current_thread() is self._thread:
             raise KVBoostError("called from inside a request, which would wait for itself")
+        with self._lock:
+            if self._is_closed:
+                raise KVBoostError("the engine is closed")
+            self._jobs.put(job)
 
-    @staticmethod
-    def _deliver(work: Callable[[], tuple[T, Later]], reply: Future[T]) -> None:
+
+def _loop(jobs: Jobs, idle: deque[Idle], quiet_s: float) -> None:
+    patience = quiet_s
+    while True:
         try:
-            result, later = work()
-        except BaseException as error:
-            reply.set_exception(error)
+            job = jobs.get(timeout=patience if idle else None)
+        except queue.Empty:
+            _step(idle)
+            patience = 0.0
+            continue
+        patience = quiet_s
+        if job is None:
             return
-        reply.set_result(result)
-        try:
-            later()
-        except Exception:
-            log.exception("work after an answer failed; the answer is not affected")
+        job()
+        del job  # or it would keep the last request alive until the next one
+
+
+def _finish(jobs: Jobs, thread: threading.Thread) -> None:
+    """End the thread; also called when the worker was dropped or Python ends."""
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join()
+
+
+def _deliver(reply: Future[T], work: Callable[[], tuple[T, Later]], idle: deque[Idle]) -> None:
+    try:
+        result, later = work()
+    except BaseException as error:
+        reply.set_exception(error)
+        return
+    reply.set_result(result)
+    try:
+        more = later()
+    except Exception:
+        log.exception("work after an answer failed; the answer is not affected")
+        return
+    if more is not None:
+        idle.append(more)
+
+
+def _step(idle: deque[Idle]) -> None:
+    """One step of the oldest idle work."""
+    try:
+        next(idle[0])
+    except StopIteration:
+        idle.popleft()
+    except Exception:
+        idle.popleft()
+        log.exception("idle work failed")
+
+
+def _finish_idle(idle: deque[Idle]) -> None:
+    while idle:
+        _step(idle)
+
+
+def _fulfil(reply: Future[T], work: Callable[[], T]) -> None:
+    try:
+        reply.set_result(work())
+    except BaseException as error:
+        reply.set_exception(error)

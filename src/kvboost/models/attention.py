@@ -8,6 +8,9 @@ neither K/V heads nor the causal mask of appended tokens are written out in memo
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +26,25 @@ SDPA, EAGER = "kvboost_sdpa", "kvboost_eager"
 
 # Up to here one kernel with a small mask is faster than two without (measured on AVX-512 and AMX).
 FEW_QUERIES = 64
+
+# Scattered queries are computed in blocks of this size, each over the keys that it can see.
+BLOCK_QUERIES = 64
+
+
+Observer = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], None]
+"""Called with an attention module, its queries and all visible keys."""
+
+_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
+
+
+@contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Let `observer` see what each layer's attention gets, in this thread."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
 
 
 def counterpart(model: PreTrainedModel) -> str:
@@ -73,8 +95,13 @@ def _sdpa_mask(
         device=device,
         **kwargs,
     )
+    if mask is None or not on_cpu:
+        return mask
     # The CPU kernel adds a mask of numbers; given booleans it converts them in every layer.
-    return _additive(mask, dtype) if on_cpu and mask is not None else mask
+    mask = _additive(mask, dtype)
+    if isinstance(q_offset, torch.Tensor):
+        mask.kvboost_blocks = _blocks(q_offset + torch.arange(q_length))  # type: ignore[attr-defined]
+    return mask
 
 
 def _sdpa_attention(
@@ -85,6 +112,7 @@ def _sdpa_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    _show(module, query, key)
     special = [name for name in ("position_bias", "is_causal") if kwargs.get(name) is not None]
     if query.device.type != "cpu" or special or not getattr(module, "is_causal", True):
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
@@ -92,8 +120,11 @@ def _sdpa_attention(
         )
         return result
     scale, num_past = kwargs.get("scaling"), key.shape[2] - query.shape[2]
+    blocks: Sequence[tuple[int, int, int]] = getattr(attention_mask, "kvboost_blocks", ())
     if attention_mask is None and num_past > 0 and query.shape[2] > 1:
         output = _appended(query, key, value, scale)
+    elif attention_mask is not None and len(blocks) > 1:
+        output = _in_blocks(query, key, value, attention_mask, blocks, scale)
     else:
         output = F.scaled_dot_product_attention(
             query,
@@ -106,6 +137,38 @@ def _sdpa_attention(
             enable_gqa=query.shape[1] != key.shape[1],
         )
     return output.transpose(1, 2).contiguous(), None
+
+
+def _blocks(positions: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Queries in blocks (start, stop, keys that any of them sees), if they are in order."""
+    if bool((positions.diff() < 0).any()):
+        return []
+    starts = range(0, len(positions), BLOCK_QUERIES)
+    stops = [min(start + BLOCK_QUERIES, len(positions)) for start in starts]
+    return [(a, b, int(positions[b - 1]) + 1) for a, b in zip(starts, stops, strict=True)]
+
+
+def _in_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    blocks: Sequence[tuple[int, int, int]],
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention of scattered queries, without the keys that come after them."""
+    parts = [
+        F.scaled_dot_product_attention(
+            query[:, :, start:stop],
+            key[:, :, :num_keys],
+            value[:, :, :num_keys],
+            attn_mask=mask[:, :, start:stop, :num_keys],
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        for start, stop, num_keys in blocks
+    ]
+    return torch.cat(parts, dim=2)
 
 
 def _appended(
@@ -139,11 +202,18 @@ def _eager_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The modeling file's own eager function: it knows soft-caps and sinks."""
+    _show(module, query, key)
     eager = sys.modules[type(module).__module__].eager_attention_forward
     result: tuple[torch.Tensor, torch.Tensor | None] = eager(
         module, query, key, value, attention_mask, **kwargs
     )
     return result
+
+
+def _show(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
+    observer = _observer.get()
+    if observer is not None:
+        observer(module, query, key)
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvboost.core import KVGeometry, Provenance, Span
+from kvboost.core import KVGeometry, Rotation, Span
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Slots(Protocol):
     """The K/V of one sequence, a row for each position, rows filled in any order."""
 
-    provenance: Provenance
+    exact_stop: int  # rows before this one are exact; the others have something moved below them
 
     def write(self, span: Span, kv: KV) -> None:
         """Copy the first `len(span)` tokens of `kv` to the rows of `span`."""
@@ -35,6 +35,10 @@ class CausalModel(Protocol):
     @property
     def fingerprint(self) -> bytes:
         """Changes with anything that changes the K/V of given tokens."""
+
+    @property
+    def rotations(self) -> Mapping[int, Rotation | None]:
+        """Per plane, how it turns with position; empty if that could not be certified."""
 
     def forward(self, slots: Any, tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """Run `tokens` at `positions`, write their rows, and return the logits of the last one.

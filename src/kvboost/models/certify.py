@@ -7,8 +7,8 @@ with the model's own forward, and the rotation of every cached tensor is fitted 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -36,7 +36,7 @@ ROTATION_POSITIONS = (1, 37, 900)
 class Rotations:
     """Per plane, how it turns with position (None: it does not); or why that is not known."""
 
-    planes: tuple[Rotation | None, ...] = ()
+    planes: Mapping[int, Rotation | None] = field(default_factory=dict)
     refusal: str = ""
 
 
@@ -134,7 +134,7 @@ def measure_rotations(model: PreTrainedModel, geometry: KVGeometry) -> Rotations
         if name.endswith("inv_freq") and "original" not in name
     }
     tolerance = ROTATION_TOLERANCE[geometry.dtype]
-    found: list[Rotation | None] = []
+    found: dict[int, Rotation | None] = {}
     for plane, at_home in sorted(home.items()):
         moved = {position: tensors[plane] for position, tensors in away.items()}
         candidates = [None, *_candidates(frequencies, at_home.shape[-1])]
@@ -143,8 +143,8 @@ def measure_rotations(model: PreTrainedModel, geometry: KVGeometry) -> Rotations
         if not misfit <= tolerance:
             what = f"{'KV'[plane % 2]} of layer {plane // 2}"
             return Rotations(refusal=f"no rotation explains how {what} moves (misfit {misfit:.2g})")
-        found.append(best)
-    return Rotations(planes=tuple(found))
+        found[plane] = best
+    return Rotations(planes=found)
 
 
 def position_limit(model: PreTrainedModel) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from kvboost.core import KVGeometry, Rotation
 from kvboost.errors import UnsupportedModel
 from kvboost.models import attention, certify
 from kvboost.models.fingerprint import fingerprint
-from kvboost.models.slots import SlotCache
+from kvboost.models.slots import Behind, SlotCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,9 +68,14 @@ class HFModel:
         return self._fingerprint
 
     @property
-    def rotations(self) -> tuple[Rotation | None, ...]:
+    def rotations(self) -> Mapping[int, Rotation | None]:
         """Per plane, how it turns with position; empty if that could not be certified."""
         return self._rotations.planes
+
+    @property
+    def rotation_refusal(self) -> str:
+        """Why K/V cannot be moved, where that is so."""
+        return self._rotations.refusal
 
     @property
     def position_limit(self) -> int | None:
@@ -87,7 +92,11 @@ class HFModel:
         if spare is not None and spare.capacity >= num_tokens:
             return spare.reuse()
         capacity = -(-num_tokens // CAPACITY_STEP) * CAPACITY_STEP
-        return SlotCache(self._geometry, capacity, self.model.device)
+        return self.fresh_slots(capacity)
+
+    def fresh_slots(self, num_tokens: int) -> SlotCache:
+        """An empty buffer that leaves the one for the next request where it is."""
+        return SlotCache(self._geometry, num_tokens, self.model.device)
 
     def recycle(self, slots: SlotCache) -> None:
         """Keep one buffer for the next request: fresh memory costs a page fault every 4 KiB."""
@@ -121,19 +130,28 @@ class HFModel:
         return logits[0, -num_logits:]
 
     def generate(
-        self, slots: SlotCache | None, tokens: Sequence[int], arguments: dict[str, Any]
+        self,
+        slots: SlotCache | None,
+        tokens: Sequence[int],
+        arguments: dict[str, Any],
+        pending: Sequence[int] = (),
     ) -> Any:
         """Transformers' `generate()` on top of the rows that `slots` holds already.
 
-        It computes the prompt's remaining tokens itself, so every sampling, stopping and
-        streaming argument works as documented there. Returns its output object. Without `slots`
-        Transformers uses a cache of its own.
+        It computes the prompt's remaining tokens itself, those at the `pending` positions, so
+        every sampling, stopping and streaming argument works as documented there. Returns its
+        output object. Without `slots` Transformers uses a cache of its own.
         """
         counts = [self.setting(n, arguments) for n in ("num_beams", "num_return_sequences")]
         num_sequences = max(count or 1 for count in counts)
         if slots is not None and num_sequences > 1:
             slots.batch_repeat_interleave(num_sequences)
         input_ids = torch.tensor([list(tokens)], device=self.model.device)
+        if slots is not None:
+            behind = [position for position in pending if position < slots.length]
+            if behind:
+                positions = torch.tensor(behind, device=input_ids.device)
+                slots.behind = Behind(input_ids[0, positions], positions)
         ours = {
             "input_ids": input_ids,
             "attention_mask": torch.ones_like(input_ids),
@@ -141,7 +159,10 @@ class HFModel:
         }
         if slots is not None:
             ours |= {"past_key_values": slots, "cache_implementation": None}
-        return self.model.generate(**(arguments | ours))
+        output = self.model.generate(**(arguments | ours))
+        if slots is not None and slots.behind is not None:
+            raise UnsupportedModel(f"{self.name}: generate() runs it in a way that skips our hook")
+        return output
 
     def setting(self, name: str, arguments: dict[str, Any]) -> Any:
         """A generation setting as it holds for these arguments of `generate()`."""
@@ -173,7 +194,7 @@ class HFModel:
             raise UnsupportedModel(f"its attention cannot be replaced: {error}") from error
         if model.config._attn_implementation != wanted:  # noqa: SLF001
             raise UnsupportedModel("its attention cannot be replaced")
-        self._hook = model.register_forward_pre_hook(_drop_known_tokens, with_kwargs=True)
+        self._hook = model.register_forward_pre_hook(_fit_tokens_to_rows, with_kwargs=True)
         certify.check_sparse_prefill(model, self._geometry, native)
         self._fingerprint = fingerprint(model, self._geometry)
         if self._rotations.refusal:
@@ -181,25 +202,31 @@ class HFModel:
         log.info("certified %s in %.1f s", self.name, time.perf_counter() - started)
 
 
-def _drop_known_tokens(
+def _fit_tokens_to_rows(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Cut tokens whose rows the cache holds already off the front of a forward's input.
+    """Give a forward of `generate()` the tokens whose rows the cache lacks, and no others.
 
-    Transformers' assisted decoding passes the whole prompt in its first step even when the cache
-    holds most of it (seen in 5.19 and 5.22), and would append those rows a second time.
+    Tokens whose rows are there are cut off the front: Transformers' assisted decoding passes the
+    whole prompt in its first step even when the cache holds most of it (seen in 5.19 and 5.22),
+    and would append those rows a second time. Tokens further back that are still to be computed
+    are put in front, so that gaps, repairs and the rest of the prompt are one forward.
     """
     slots, positions = kwargs.get("past_key_values"), kwargs.get("position_ids")
     tokens = kwargs.get("input_ids")
     if not isinstance(slots, SlotCache) or slots.scattered is not None:
         return None
-    if tokens is None or positions is None or tokens.shape[1] == 1:
+    if tokens is None or positions is None or (tokens.shape[1] == 1 and slots.behind is None):
         return None
-    num_known = slots.length - int(positions[..., 0].min())
-    if num_known <= 0:
-        return None
-    cut = {"input_ids": tokens[:, num_known:], "position_ids": positions[..., num_known:]}
-    return args, kwargs | cut
+    num_known = max(0, slots.length - int(positions[..., 0].min()))
+    tokens, positions = tokens[:, num_known:], positions[..., num_known:]
+    if slots.behind is not None:
+        first, slots.behind = slots.behind, None
+        tokens = torch.cat([first.tokens.expand(len(tokens), -1), tokens], dim=-1)
+        before = first.positions.expand(*positions.shape[:-1], -1)
+        positions = torch.cat([before, positions], dim=-1)
+        slots.scatter(positions.reshape(-1, positions.shape[-1])[0].tolist())
+    return args, kwargs | {"input_ids": tokens, "position_ids": positions}
 
 
 class StepWatch(StoppingCriteria):

@@ -6,16 +6,31 @@ rows in place and hands attention a view.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvboost.core import KVGeometry, Provenance, Span
+from kvboost.core import KVGeometry, Span
+from kvboost.models import spread
 
 if TYPE_CHECKING:
     from kvboost.codecs.base import KV
+
+
+@dataclass(frozen=True)
+class Behind:
+    """Tokens before `length` that the next forward shall compute besides those it is given."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+
+
+RowObserver = Callable[[int, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+"""Called with a layer, its fresh K and V, and its stored K and V of all rows."""
 
 
 class SlotLayer(CacheLayerMixin):
@@ -24,9 +39,9 @@ class SlotLayer(CacheLayerMixin):
     is_sliding = False  # rows are kept for the whole sequence; the mask applies the window
     is_croppable = True
 
-    def __init__(self, cache: SlotCache) -> None:
+    def __init__(self, cache: SlotCache, index: int) -> None:
         super().__init__()
-        self._cache = cache
+        self._cache, self._index = cache, index
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -40,14 +55,18 @@ class SlotLayer(CacheLayerMixin):
         visible = cache.visible_after(key_states.shape[2])
         if visible > cache.capacity:
             cache.grow(max(visible, 2 * cache.capacity))
+        if cache.observer is not None:
+            cache.observer(self._index, (key_states, value_states), (self.keys, self.values))
         if cache.scattered is None:
             self.keys[:, :, cache.length : visible].copy_(key_states)
             self.values[:, :, cache.length : visible].copy_(value_states)
         else:
-            self.keys.index_copy_(2, cache.scattered, key_states)
-            self.values.index_copy_(2, cache.scattered, value_states)
+            for stored, fresh in ((self.keys, key_states), (self.values, value_states)):
+                for patch in cache.patches:
+                    spread.apply(patch, stored, fresh)
+                stored.index_copy_(2, cache.scattered, fresh)
         if self is cache.last_layer:
-            cache.length, cache.scattered = visible, None
+            cache.length, cache.scattered, cache.patches = visible, None, []
         return self.keys[:, :, :visible], self.values[:, :, :visible]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -73,12 +92,15 @@ class SlotCache(Cache):
     def __init__(self, geometry: KVGeometry, capacity: int, device: torch.device) -> None:
         self._geometry = geometry
         self._dtype = getattr(torch, geometry.dtype)
-        self.provenance = Provenance.EXACT
         self.capacity = capacity
         self.length = 0
+        self.exact_stop = sys.maxsize
         self.scattered: torch.Tensor | None = None
+        self.behind: Behind | None = None
+        self.patches: list[spread.Patch] = []
+        self.observer: RowObserver | None = None  # sees each layer's fresh rows before they go in
         self._scattered_stop = 0
-        layers = [SlotLayer(self) for _ in range(geometry.num_layers)]
+        layers = [SlotLayer(self, index) for index in range(geometry.num_layers)]
         super().__init__(layers=layers)
         self._buffers = [  # each [planes, batch, heads, capacity, head_dim]
             torch.empty(
@@ -98,8 +120,8 @@ class SlotCache(Cache):
 
     def reuse(self) -> SlotCache:
         """Forget the content and start over in the same memory."""
-        self.length, self.scattered = 0, None
-        self.provenance = Provenance.EXACT
+        self.length, self.scattered, self.behind, self.patches = 0, None, None, []
+        self.exact_stop = sys.maxsize
         return self
 
     def write(self, span: Span, kv: KV) -> None:
@@ -116,6 +138,11 @@ class SlotCache(Cache):
         """Let the next forward write its rows at `positions`, in that order."""
         self.scattered = torch.tensor(positions, device=self._buffers[0].device)
         self._scattered_stop = max(positions) + 1
+
+    def correct(self, runs: Iterable[Span], positions: Sequence[int]) -> None:
+        """Let the next forward, of `positions`, also correct the other rows of the moved `runs`."""
+        buffer = self._buffers[0]
+        self.patches = spread.patches(runs, positions, buffer.dtype, buffer.device)
 
     def visible_after(self, num_queries: int) -> int:
         """Rows that a forward of `num_queries` tokens can see, its own included."""

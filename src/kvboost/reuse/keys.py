@@ -21,7 +21,7 @@ def namespace(fingerprint: bytes, tenant: str, piece_tokens: int | None) -> Name
 
 
 def derive(chunks: Iterable[Chunk], space: Namespace) -> list[ChunkKeys]:
-    """Name each chunk by its history and by its content.
+    """Name each chunk by its history.
 
     Tokens are hashed as little-endian u32, never through hash() or pickle: keys are shared
     between processes and machines and must not depend on PYTHONHASHSEED or a Python version.
@@ -29,7 +29,11 @@ def derive(chunks: Iterable[Chunk], space: Namespace) -> list[ChunkKeys]:
     keys, parent = [], PrefixKey(sha256(b"prefix" + space).digest())
     for chunk in chunks:
         prefix = PrefixKey(sha256(parent + chunk.tokens).digest())
-        content = ContentKey(sha256(b"content" + space + chunk.tokens).digest())
-        keys.append(ChunkKeys(parent, prefix, content))
+        keys.append(ChunkKeys(parent, prefix))
         parent = prefix
     return keys
+
+
+def content_key(tokens: bytes, space: Namespace) -> ContentKey:
+    """Name a text by what it says, wherever it stands."""
+    return ContentKey(sha256(b"content" + space + tokens).digest())

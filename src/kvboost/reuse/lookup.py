@@ -5,12 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvboost.core import Chunk, ChunkKeys, Match, MatchKind, ReusePlan, Span
-from kvboost.tiers.index import ChunkIndex
+import numpy as np
+
+from kvboost.core import (
+    TOKEN_BYTES,
+    Chunk,
+    ChunkKeys,
+    Entry,
+    Match,
+    MatchKind,
+    Namespace,
+    ReusePlan,
+    Span,
+)
+from kvboost.tiers import anchors
+from kvboost.tiers.index import ChunkIndex, shared_head, shared_tail
 
 # A prompt with anything reused takes two attention kernels a layer where a fresh one takes one;
 # fewer tokens than this do not pay for that. Generous: 16 tokens are about 1 % of 2,000.
 LEAST_TOKENS = 16
+
+# Each moved run has a seam, whose repair costs about this many tokens.
+LEAST_MOVED_TOKENS = 32
+
+LONGEST_CHUNK = 4096  # how far to look ahead for the chunk that follows
 
 
 def find(
@@ -28,7 +46,7 @@ def find(
         if entry is None:
             matches += _head_of_child(chunks[depth:], key, index)
             break
-        matches.append(Match(chunk.span, key.prefix, entry.num_tokens, MatchKind.EXACT))
+        matches.append(_exact(chunk.span, entry))
     num_tokens = chunks[-1].span.stop
     found = matches[-1].span.stop if matches else 0
     # The last prompt token is always live: its logits choose the first output token, and tiers
@@ -41,15 +59,115 @@ def find(
     )
 
 
+def find_moved(
+    plan: ReusePlan, chunks: Sequence[Chunk], index: ChunkIndex, space: Namespace
+) -> ReusePlan:
+    """Add what stands after the exact prefix and was read before, at any place of any prompt.
+
+    Each place where the index has seen the prompt's words is checked token by token and extended
+    both ways, over the borders of chunks that were computed one after the other.
+    """
+    cursor = plan.matches[-1].span.stop if plan.matches else 0
+    text = b"".join(chunk.tokens for chunk in chunks)
+    tokens = np.frombuffer(text, dtype="<u4")[cursor:]
+    places, hashes = anchors.pick(tokens, anchors.salt(space))
+    matches = list(plan.matches)
+    for place, anchor in zip((places + cursor).tolist(), hashes.tolist(), strict=True):
+        if place < cursor:
+            continue  # inside the last run, or before it, where that run could not reach
+        seen = index.sighting(anchor, space)
+        run = [] if seen is None else _run_around(place, *seen, text, cursor, index)
+        if run and run[-1].span.stop - run[0].span.start >= LEAST_MOVED_TOKENS:
+            matches += run
+            cursor = run[-1].span.stop
+    return ReusePlan(plan.num_tokens, tuple(matches))
+
+
 def _head_of_child(rest: Sequence[Chunk], key: ChunkKeys, index: ChunkIndex) -> list[Match]:
     # Two chunks are enough to meet a stored one that is longer than ours (cuts can move).
     tokens = b"".join(chunk.tokens for chunk in rest[:2])
     entry, num_shared = index.nearest_child(key.parent, tokens)
-    if entry is None or entry.prefix is None or num_shared == 0:
+    if entry is None or num_shared == 0:
         return []
     start = rest[0].span.start
-    span = Span(start, start + num_shared)
-    return [Match(span, entry.prefix, entry.num_tokens, MatchKind.EXACT)]
+    return [_exact(Span(start, start + num_shared), entry)]
+
+
+def _run_around(
+    place: int, seen: Entry, offset: int, text: bytes, start: int, index: ChunkIndex
+) -> list[Match]:
+    """The longest run of stored tokens around a place, within [start, end of text - 1).
+
+    Token `offset` of the entry seems to stand at `place`, which is verified here.
+    """
+    stop = len(text) // TOKEN_BYTES - 1
+    first = place - offset  # where the chunk's first token would stand
+    end = min(stop, first + seen.num_tokens)
+    ahead = shared_head(_part(seen.tokens, offset, seen.num_tokens), _part(text, place, end))
+    if ahead == 0:
+        return []
+    back = shared_tail(_part(seen.tokens, 0, offset), _part(text, max(start, first), place))
+    before = _before(seen, first, start, text, index) if back == offset else []
+    after = []
+    if offset + ahead == seen.num_tokens:
+        after = _after(seen, place + ahead, stop, text, index)
+    pieces = [*before, (seen, first, offset - back, offset + ahead), *after]
+    return [_moved(*piece, follows=number > 0) for number, piece in enumerate(pieces)]
+
+
+def _before(
+    entry: Entry, first: int, start: int, text: bytes, index: ChunkIndex
+) -> list[tuple[Entry, int, int, int]]:
+    """Chunks that an entry at `first` was computed after, as far back as the text says the same."""
+    pieces: list[tuple[Entry, int, int, int]] = []
+    while (before := index.before(entry)) is not None:
+        if before.home + before.num_tokens != entry.home:
+            break  # the same words as those it was computed after, but from elsewhere
+        entry, stop, first = before, first, first - before.num_tokens
+        back = shared_tail(entry.tokens, _part(text, max(start, first), stop))
+        if back:
+            pieces.insert(0, (entry, first, entry.num_tokens - back, entry.num_tokens))
+        if back < entry.num_tokens:
+            break
+    return pieces
+
+
+def _after(
+    entry: Entry, place: int, stop: int, text: bytes, index: ChunkIndex
+) -> list[tuple[Entry, int, int, int]]:
+    """Chunks that were computed after an entry that ends at `place`, as far as the text goes."""
+    pieces: list[tuple[Entry, int, int, int]] = []
+    while True:
+        rest = _part(text, place, min(stop, place + LONGEST_CHUNK))
+        after, ahead = index.nearest_child(entry.key, rest)
+        if after is None or entry.home + entry.num_tokens != after.home:
+            return pieces
+        pieces.append((after, place, 0, ahead))
+        if ahead < after.num_tokens:
+            return pieces
+        entry, place = after, place + ahead
+
+
+def _part(text: bytes, start: int, stop: int) -> bytes:
+    return text[start * TOKEN_BYTES : stop * TOKEN_BYTES]
+
+
+def _moved(entry: Entry, first: int, start: int, stop: int, *, follows: bool) -> Match:
+    """Tokens [start, stop) of an entry whose first token stands, or would stand, at `first`."""
+    return Match(
+        span=Span(first + start, first + stop),
+        key=entry.key,
+        num_tokens=entry.num_tokens,
+        kind=MatchKind.MOVED,
+        offset=start,
+        delta=first - entry.home,
+        follows=follows,
+    )
+
+
+def _exact(span: Span, entry: Entry) -> Match:
+    follows = span.start > 0
+    return Match(span, entry.key, entry.num_tokens, MatchKind.EXACT, follows=follows)
 
 
 def _cut(match: Match, stop: int) -> Match:

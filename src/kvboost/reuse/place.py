@@ -1,59 +1,93 @@
-"""plan -> K/V in its slots. Fetches, decodes and copies; what cannot be fetched becomes a miss."""
+"""plan -> K/V in its slots. Fetches, decodes, moves and copies; what cannot be had is a miss."""
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvboost.codecs.base import Codec
-from kvboost.core import Match, ReusePlan
+import numpy as np
+import numpy.typing as npt
+
+from kvboost.core import FrameKey, Match, MatchKind, ReusePlan, Span
 from kvboost.errors import CacheError
-from kvboost.metrics import Metrics
-from kvboost.tiers.base import Tier
+from kvboost.rope import move
+from kvboost.tiers.store import ChunkStore
 
 if TYPE_CHECKING:
-    from kvboost.models.base import Slots
-
-log = logging.getLogger(__name__)
+    from kvboost.models.base import CausalModel, Slots
 
 
-def assemble(
-    plan: ReusePlan, slots: Slots, tier: Tier, codec: Codec, metrics: Metrics
-) -> ReusePlan:
-    """Fill `slots` with what the plan reuses and return the plan as it came true.
+@dataclass(frozen=True)
+class Placed:
+    """What of a plan is in its slots now, and the keys under which nothing usable was found."""
+
+    plan: ReusePlan
+    lost: tuple[FrameKey, ...]
+    sensitivities: npt.NDArray[np.float32]  # of each position; 0 where nothing is known
+
+
+def assemble(plan: ReusePlan, slots: Slots, model: CausalModel, store: ChunkStore) -> Placed:
+    """Fill `slots` with what the plan reuses and return what came true of it.
 
     An exact match holds only on top of all matches before it, so the first one that is gone or
-    broken ends the reuse.
+    broken ends the exact ones. Moved ones stand each for itself.
     """
-    fetched: dict[int, memoryview] = {}
-    for count, match in reversed(list(enumerate(plan.matches))):
+    frames: dict[FrameKey, memoryview | None] = {}
+    for match in reversed(plan.matches):
         # Last first, so that the beginning of the prompt counts as used most recently.
-        frame = _fetch(match, tier, metrics)
-        if frame is not None:
-            fetched[count] = frame
-    for count, match in enumerate(plan.matches):
-        if count not in fetched or not _place(match, fetched[count], slots, codec, metrics):
-            return ReusePlan(plan.num_tokens, plan.matches[:count])
-    return plan
+        if match.key not in frames:
+            frames[match.key] = _fetch(match, store)
+    placed: list[Match] = []
+    lost: list[FrameKey] = []
+    sensitivities = np.zeros(plan.num_tokens, np.float32)
+    for match in plan.matches:
+        if match.kind is MatchKind.EXACT and lost:
+            continue
+        frame = frames[match.key]
+        if frame is not None and _place(match, frame, slots, store):
+            placed.append(match)
+            known = store.codec.sensitivity(frame, match.num_tokens)
+            if known:
+                part = np.frombuffer(known, np.uint8)[match.offset :][: len(match.span)]
+                sensitivities[match.span.start : match.span.stop] = part
+        else:
+            lost.append(match.key)
+    _turn([match for match in placed if match.kind is MatchKind.MOVED], slots, model)
+    return Placed(ReusePlan(plan.num_tokens, tuple(placed)), tuple(lost), sensitivities)
 
 
-def _fetch(match: Match, tier: Tier, metrics: Metrics) -> memoryview | None:
+def _fetch(match: Match, store: ChunkStore) -> memoryview | None:
     try:
-        return tier.get(match.key)
+        return store.tier.get(match.key)
     except CacheError as error:
-        _fault(error, metrics)
+        store.note_fault(error)
         return None
 
 
-def _place(match: Match, frame: memoryview, slots: Slots, codec: Codec, metrics: Metrics) -> bool:
+def _place(match: Match, frame: memoryview, slots: Slots, store: ChunkStore) -> bool:
     try:
-        slots.write(match.span, codec.decode(frame, match.num_tokens))
+        whole = store.codec.decode(frame, match.num_tokens)
     except CacheError as error:
-        _fault(error, metrics)
+        store.note_fault(error)
         return False
+    kv = [part[:, :, match.offset : match.offset + len(match.span)] for part in whole]
+    slots.write(match.span, kv)
     return True
 
 
-def _fault(error: CacheError, metrics: Metrics) -> None:
-    log.warning("cache fault while loading, computing instead: %s", error)
-    metrics.add("cache_faults")
+def _turn(moved: Sequence[Match], slots: Slots, model: CausalModel) -> None:
+    """Rotate placed rows to their new positions, neighbours of one run together."""
+    runs: list[tuple[Span, int]] = []
+    for match in moved:
+        if (
+            match.follows
+            and runs
+            and runs[-1] == (Span(runs[-1][0].start, match.span.start), match.delta)
+        ):
+            runs[-1] = (Span(runs[-1][0].start, match.span.stop), match.delta)
+        else:
+            runs.append((match.span, match.delta))
+    for span, delta in runs:
+        slots.exact_stop = min(slots.exact_stop, span.start)
+        move(slots.read(span), model.geometry, model.rotations, delta)

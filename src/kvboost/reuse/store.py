@@ -2,72 +2,109 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvboost.codecs.base import Codec
-from kvboost.core import Chunk, ChunkKeys, Entry, Provenance
+import numpy as np
+
+from kvboost.core import Chunk, ChunkKeys, ContentKey, Entry, FrameKey, Namespace, Provenance
 from kvboost.errors import CacheError
-from kvboost.metrics import Metrics
-from kvboost.tiers.base import Tier
-from kvboost.tiers.index import ChunkIndex
+from kvboost.tiers import anchors
+from kvboost.tiers.store import ChunkStore
 
 if TYPE_CHECKING:
     from kvboost.models.base import Slots
-
-log = logging.getLogger(__name__)
 
 
 def commit(
     slots: Slots,
     chunks: Sequence[Chunk],
     keys: Sequence[ChunkKeys],
-    index: ChunkIndex,
-    tier: Tier,
-    codec: Codec,
-    metrics: Metrics,
+    space: Namespace,
+    store: ChunkStore,
+    sensitivities: bytes = b"",
 ) -> None:
-    """Store the chunks that the store does not hold yet.
+    """Store exact chunks, which are the whole prompt from its start, under their prefix keys.
 
-    `slots` must hold their K/V and must not be written meanwhile. Only exact K/V gets a prefix
-    key. A last chunk that is the head of a longer stored one is not stored, and a stored one that
-    a new chunk extends is dropped.
+    `sensitivities` has a byte for each token, where that was measured.
+
+    `slots` must hold their K/V and must not be written meanwhile. A last chunk that is the head of
+    a longer stored one is not stored, and a stored one that a new chunk extends is dropped.
     """
-    if slots.provenance is not Provenance.EXACT:
-        return
-    pairs = list(zip(chunks, keys, strict=True))
+    if chunks and chunks[-1].span.stop > slots.exact_stop:
+        raise ValueError("approximate K/V must not be stored under a prefix key")
+    index = store.index
+    entries = [
+        Entry(chunk.tokens, Provenance.EXACT, key.prefix, None, key.parent, chunk.span.start, space)
+        for chunk, key in zip(chunks, keys, strict=True)
+    ]
+    is_last_extended = bool(chunks) and index.has_extension(keys[-1].parent, chunks[-1].tokens)
+    wanted = entries[:-1] if is_last_extended else entries
+    for entry in _put_new(slots, chunks, wanted, store, sensitivities):
+        assert entry.parent is not None
+        shorter = index.childless_head(entry.parent, entry.tokens)
+        if shorter is not None and store.tier.discard(shorter):
+            index.remove(shorter)
+
+
+def commit_approximate(
+    slots: Slots,
+    chunks: Sequence[Chunk],
+    keys: Sequence[ContentKey],
+    space: Namespace,
+    store: ChunkStore,
+) -> None:
+    """Store chunks that were computed one after another on top of moved K/V, by their content."""
+    parents = [None, *keys[:-1]]
+    entries = [
+        Entry(chunk.tokens, Provenance.APPROXIMATE, None, key, parent, chunk.span.start, space)
+        for chunk, key, parent in zip(chunks, keys, parents, strict=True)
+    ]
+    _put_new(slots, chunks, entries, store)
+
+
+def _put_new(
+    slots: Slots,
+    chunks: Sequence[Chunk],
+    entries: Sequence[Entry],
+    store: ChunkStore,
+    sensitivities: bytes = b"",
+) -> list[Entry]:
+    """Store the entries that the store does not hold yet, and return them."""
+    new: dict[FrameKey, Entry] = {}
     try:
         # Last chunk first: the tier forgets the oldest first, and a chunk is of no use without
         # the ones before it.
-        for chunk, key in reversed(pairs):
-            is_tail = chunk is chunks[-1]
-            if is_tail and index.has_extension(key.parent, chunk.tokens):
-                continue
-            if index.get(key.prefix) is None:
-                _put(slots, chunk, key, index, tier, codec, metrics)
+        for chunk, entry in reversed(list(zip(chunks, entries, strict=False))):
+            if store.index.get(entry.key) is None:
+                known = sensitivities[chunk.span.start : chunk.span.stop]
+                frame = store.codec.encode(slots.read(chunk.span), known)
+                evicted = store.tier.put(entry.key, frame)
+                new[entry.key] = entry
+                for gone in evicted:
+                    new.pop(gone, None)
+                store.note_evicted(key for key in evicted if key != entry.key)
+                store.metrics.add("stored_chunks", entry.key in new)
+                store.metrics.add("evicted_chunks", len(evicted) - (entry.key in evicted))
     except CacheError as error:
-        log.warning("cache fault while storing, the answer is not affected: %s", error)
-        metrics.add("cache_faults")
+        store.note_fault(error)
+    for entry, words in zip(entries, _anchors_by_chunk(chunks, entries), strict=True):
+        if entry.key in new or store.index.get(entry.key) is not None:
+            store.index.add(entry, words)
+    return list(new.values())
 
 
-def _put(
-    slots: Slots,
-    chunk: Chunk,
-    key: ChunkKeys,
-    index: ChunkIndex,
-    tier: Tier,
-    codec: Codec,
-    metrics: Metrics,
-) -> None:
-    evicted = tier.put(key.prefix, codec.encode(slots.read(chunk.span)))
-    for gone in evicted:
-        index.remove(gone)
-    if key.prefix in evicted:
-        return
-    index.add(Entry(chunk.tokens, key.content, slots.provenance, key.prefix, key.parent))
-    metrics.add("stored_chunks")
-    metrics.add("evicted_chunks", len(evicted))
-    shorter = index.childless_head(key.parent, chunk.tokens)
-    if shorter is not None and tier.discard(shorter):
-        index.remove(shorter)
+def _anchors_by_chunk(
+    chunks: Sequence[Chunk], entries: Sequence[Entry]
+) -> list[list[tuple[int, int]]]:
+    """The anchors that start in the chunk of each entry, as (offset, hash)."""
+    if not entries:
+        return []
+    tokens = np.frombuffer(b"".join(chunk.tokens for chunk in chunks), dtype="<u4")
+    places, hashes = anchors.pick(tokens, anchors.salt(entries[0].space))
+    starts = np.array([chunk.span.start for chunk in chunks]) - chunks[0].span.start
+    owners = np.searchsorted(starts, places, side="right") - 1
+    found: list[list[tuple[int, int]]] = [[] for _ in chunks]
+    for owner, place, anchor in zip(owners.tolist(), places.tolist(), hashes.tolist(), strict=True):
+        found[owner].append((place - int(starts[owner]), anchor))
+    return found[: len(entries)]

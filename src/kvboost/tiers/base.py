@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvboost.core import PrefixKey
+from kvboost.core import FrameKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class Tier(ABC):
     """
 
     @abstractmethod
-    def get(self, key: PrefixKey) -> memoryview | None:
+    def get(self, key: FrameKey) -> memoryview | None:
         """The bytes last put under `key`, or None. Counts as a use; they are not to be written."""
 
     @abstractmethod
-    def put(self, key: PrefixKey, frame: memoryview) -> list[PrefixKey]:
+    def put(self, key: FrameKey, frame: memoryview) -> list[FrameKey]:
         """Keep `frame`, which the caller gives away, and return the keys that left to make room.
 
         The budget holds at every moment. Where it leaves no room, `key` itself is among the
@@ -39,11 +39,11 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def discard(self, key: PrefixKey) -> bool:
+    def discard(self, key: FrameKey) -> bool:
         """Forget `key` unless it is pinned; whether it is gone now."""
 
     @abstractmethod
-    def pin(self, keys: Iterable[PrefixKey], ttl_s: float | None) -> int:
+    def pin(self, keys: Iterable[FrameKey], ttl_s: float | None) -> int:
         """Keep those of `keys` that are here from leaving, for `ttl_s` seconds or for good.
 
         Returns how many were pinned.

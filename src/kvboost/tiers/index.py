@@ -1,81 +1,281 @@
-"""What is stored: finds a chunk by its key, or the nearest chunk with the same history."""
+"""What is stored: finds a chunk by its key, by what it follows, or by what it says.
+
+Laid out in columns, because it holds a row for every stored chunk: see `size_bytes`.
+"""
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left, insort
-from collections import defaultdict
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable
+from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 
-from kvboost.core import TOKEN_BYTES, Entry, PrefixKey
+from kvboost.core import (
+    TOKEN_BYTES,
+    ContentKey,
+    Entry,
+    FrameKey,
+    Namespace,
+    PrefixKey,
+    Provenance,
+)
+from kvboost.tiers import anchors
+from kvboost.tiers.table import NumberTable
+
+KEY_BYTES = 32
+# An anchor's value: row, how often the row had been freed, offset in the chunk.
+_ROUND_BITS = _OFFSET_BITS = 16
+_SEVERAL = 1 << 63  # marks a value of the table of children as the place of a list
 
 
 class ChunkIndex:
-    """Entries by prefix key and, sorted by their tokens, by parent. Thread-safe."""
+    """A row for each stored chunk. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._entries: dict[PrefixKey, Entry] = {}
-        # Sorted, so that the chunk that shares most with given tokens is next to where they'd go.
-        self._children: defaultdict[PrefixKey, list[tuple[bytes, PrefixKey]]] = defaultdict(list)
+        self._lock = threading.RLock()
+        self._keys = bytearray()
+        self._tokens: list[bytes | None] = []  # None: the row is free
+        self._parents = array("Q")  # number of the chunk before it, 0 if it has none
+        self._homes = array("I")
+        self._spaces = array("I")
+        self._rounds = array("H")
+        self._is_exact = bytearray()
+        self._free_rows: list[int] = []
+        self._known_spaces: list[Namespace] = []
+        self._space_numbers: dict[Namespace, int] = {}
+        self._rows = NumberTable()  # number of a key -> row
+        # Number of a chunk -> row of the chunk after it. Where several follow: the place of their
+        # list, sorted by tokens, so that the nearest to given tokens is next to where they'd go.
+        self._children = NumberTable()
+        self._families: list[array[int]] = []
+        self._free_families: list[int] = []
+        self._anchors = NumberTable(self._are_current)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._tokens) - len(self._free_rows)
 
-    def get(self, key: PrefixKey) -> Entry | None:
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the index without the tokens themselves."""
+        columns = (self._parents, self._homes, self._spaces, self._rounds, *self._families)
+        tables = (self._rows, self._children, self._anchors)
+        return (
+            len(self._keys)
+            + len(self._is_exact)
+            + 8 * (len(self._tokens) + len(self._families))
+            + sum(column.itemsize * len(column) for column in columns)
+            + sum(table.size_bytes for table in tables)
+        )
+
+    def get(self, key: FrameKey) -> Entry | None:
         """The entry stored under `key`."""
-        return self._entries.get(key)
-
-    def add(self, entry: Entry) -> None:
-        """Make an exact entry findable."""
-        assert entry.prefix is not None and entry.parent is not None
         with self._lock:
-            if entry.prefix not in self._entries:
-                insort(self._children[entry.parent], (entry.tokens, entry.prefix))
-            self._entries[entry.prefix] = entry
+            row = self._row(key)
+            return None if row is None else self._entry(row)
 
-    def remove(self, key: PrefixKey) -> None:
+    def add(self, entry: Entry, anchors_in_it: Iterable[tuple[int, int]] = ()) -> None:
+        """Make an entry findable; `anchors_in_it` are (offset, hash) from `anchors.pick`.
+
+        Of two entries that say the same the older one is found by its words, unless only the
+        newer one is exact. An entry that is known is given the anchors that lead nowhere now.
+        """
+        with self._lock:
+            row = self._row(entry.key)
+            if row is None:
+                row = self._take_row(entry)
+                self._rows.put(_number(entry.key), row)
+                if entry.parent is not None:
+                    self._add_child(_number(entry.parent), row)
+            for offset, anchor in anchors_in_it:
+                other = self._anchored(anchor)
+                if other is None or self._is_exact[row] > self._is_exact[other[0]]:
+                    self._anchors.put(anchor, self._anchor_value(row, offset))
+
+    def remove(self, key: FrameKey) -> None:
         """Forget an entry if it is there; what builds on it is out of reach until it is back."""
         with self._lock:
-            entry = self._entries.pop(key, None)
-            if entry is None or entry.parent is None:
+            row = self._row(key)
+            if row is None:
                 return
-            siblings = self._children[entry.parent]
-            del siblings[bisect_left(siblings, (entry.tokens, key))]
-            if not siblings:
-                del self._children[entry.parent]
+            self._rows.remove(_number(key))
+            if self._parents[row]:
+                self._remove_child(self._parents[row], row)
+            self._tokens[row] = None
+            self._rounds[row] = (self._rounds[row] + 1) % 2**_ROUND_BITS
+            self._free_rows.append(row)
 
-    def nearest_child(self, parent: PrefixKey, tokens: bytes) -> tuple[Entry | None, int]:
-        """The chunk after `parent` that shares most leading tokens with `tokens`, and how many."""
-        best: tuple[Entry | None, int] = (None, 0)
+    def sighting(self, anchor: int, space: Namespace) -> tuple[Entry, int] | None:
+        """The chunk in which the words of an anchor seem to stand, and where: to be verified."""
         with self._lock:
-            siblings = self._children.get(parent, [])
-            place = bisect_left(siblings, (tokens,))
-            for candidate, key in siblings[max(0, place - 1) : place + 1]:
-                num_shared = _num_shared_tokens(candidate, tokens)
-                if num_shared > best[1]:
-                    best = (self._entries[key], num_shared)
-        return best
+            at = self._anchored(anchor)
+            if at is None or self._known_spaces[self._spaces[at[0]]] != space:
+                return None
+            return self._entry(at[0]), at[1]
 
-    def has_extension(self, parent: PrefixKey, tokens: bytes) -> bool:
+    def knows(self, tokens: npt.NDArray[np.uint32], space: Namespace) -> bool:
+        """Whether any part of a text seems to be stored."""
+        _, hashes = anchors.pick(tokens, anchors.salt(space))
+        return any(self.sighting(anchor, space) is not None for anchor in hashes.tolist())
+
+    def spaces(self) -> list[Namespace]:
+        """All namespaces that have stored something."""
+        return list(self._known_spaces)
+
+    def before(self, entry: Entry) -> Entry | None:
+        """The chunk that an entry was computed after."""
+        return None if entry.parent is None else self.get(entry.parent)
+
+    def nearest_child(self, parent: FrameKey, tokens: bytes) -> tuple[Entry | None, int]:
+        """The chunk after `parent` that shares most leading tokens with `tokens`, and how many."""
+        best, most = None, 0
+        with self._lock:
+            rows = self._children_of(_number(parent))
+            place = self._place_of(rows, tokens)
+            for row in rows[max(0, place - 1) : place + 1]:
+                num_shared = shared_head(self._said(row), tokens)
+                if num_shared > most:
+                    best, most = row, num_shared
+            return (None if best is None else self._entry(best)), most
+
+    def has_extension(self, parent: FrameKey, tokens: bytes) -> bool:
         """Whether a chunk after `parent` starts with all of `tokens`."""
         entry, _ = self.nearest_child(parent, tokens)
         return entry is not None and entry.tokens.startswith(tokens)
 
-    def childless_head(self, parent: PrefixKey, tokens: bytes) -> PrefixKey | None:
+    def childless_head(self, parent: FrameKey, tokens: bytes) -> FrameKey | None:
         """The chunk sorted just before `tokens`, if it is their head and nothing builds on it."""
         with self._lock:
-            siblings = self._children.get(parent, [])
-            place = bisect_left(siblings, (tokens,))
-            if place == 0:
+            rows = self._children_of(_number(parent))
+            place = self._place_of(rows, tokens)
+            if place == 0 or not tokens.startswith(self._said(rows[place - 1])):
                 return None
-            candidate, key = siblings[place - 1]
-            return key if tokens.startswith(candidate) and key not in self._children else None
+            key = self._key(rows[place - 1])
+            return None if self._children_of(_number(key)) else key
+
+    def _row(self, key: FrameKey) -> int | None:
+        row = self._rows.get(_number(key))
+        return row if row is not None and self._key(row) == key else None
+
+    def _key(self, row: int) -> FrameKey:
+        return cast("FrameKey", bytes(self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]))
+
+    def _said(self, row: int) -> bytes:
+        tokens = self._tokens[row]
+        assert tokens is not None
+        return tokens
+
+    def _entry(self, row: int) -> Entry:
+        before = self._rows.get(self._parents[row]) if self._parents[row] else None
+        key, is_exact = self._key(row), bool(self._is_exact[row])
+        return Entry(
+            tokens=self._said(row),
+            provenance=Provenance.EXACT if is_exact else Provenance.APPROXIMATE,
+            prefix=PrefixKey(key) if is_exact else None,
+            content=None if is_exact else ContentKey(key),
+            parent=None if before is None else self._key(before),
+            home=self._homes[row],
+            space=self._known_spaces[self._spaces[row]],
+        )
+
+    def _take_row(self, entry: Entry) -> int:
+        if self._free_rows:
+            row = self._free_rows.pop()
+        else:
+            row = len(self._tokens)
+            self._tokens.append(None)
+            self._keys.extend(bytes(KEY_BYTES))
+            self._is_exact.append(0)
+            for column in (self._parents, self._homes, self._spaces, self._rounds):
+                column.append(0)
+        self._tokens[row] = entry.tokens
+        self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = entry.key
+        self._parents[row] = 0 if entry.parent is None else _number(entry.parent)
+        self._homes[row] = entry.home
+        self._spaces[row] = self._space_number(entry.space)
+        self._is_exact[row] = entry.provenance is Provenance.EXACT
+        return row
+
+    def _space_number(self, space: Namespace) -> int:
+        if space not in self._space_numbers:
+            self._space_numbers[space] = len(self._known_spaces)
+            self._known_spaces.append(space)
+        return self._space_numbers[space]
+
+    def _children_of(self, parent: int) -> array[int]:
+        value = self._children.get(parent)
+        if value is None:
+            return array("I")
+        return self._families[value ^ _SEVERAL] if value & _SEVERAL else array("I", [value])
+
+    def _place_of(self, rows: array[int], tokens: bytes) -> int:
+        return bisect_left(rows, tokens, key=self._said)
+
+    def _add_child(self, parent: int, row: int) -> None:
+        value = self._children.get(parent)
+        if value is None:
+            self._children.put(parent, row)
+            return
+        if not value & _SEVERAL:
+            if not self._free_families:
+                self._free_families.append(len(self._families))
+                self._families.append(array("I"))
+            place = self._free_families.pop()
+            self._families[place].append(value)
+            value = _SEVERAL | place
+            self._children.put(parent, value)
+        family = self._families[value ^ _SEVERAL]
+        family.insert(self._place_of(family, self._said(row)), row)
+
+    def _remove_child(self, parent: int, row: int) -> None:
+        value, family = self._children.get(parent), self._children_of(parent)
+        family.remove(row)
+        if not family:
+            self._children.remove(parent)
+            if value is not None and value & _SEVERAL:
+                self._free_families.append(value ^ _SEVERAL)
+
+    def _anchor_value(self, row: int, offset: int) -> int:
+        return (row << _ROUND_BITS | self._rounds[row]) << _OFFSET_BITS | offset
+
+    def _anchored(self, anchor: int) -> tuple[int, int] | None:
+        """Row and offset that an anchor leads to, unless the row was freed since."""
+        value = self._anchors.get(anchor)
+        if value is None:
+            return None
+        row, offset = value >> (_ROUND_BITS + _OFFSET_BITS), value % 2**_OFFSET_BITS
+        return (row, offset) if value == self._anchor_value(row, offset) else None
+
+    def _are_current(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+        rows = (values >> np.uint64(_ROUND_BITS + _OFFSET_BITS)).astype(np.int64)
+        rounds = (values >> np.uint64(_OFFSET_BITS)).astype(np.uint16)
+        now = np.frombuffer(self._rounds, dtype=np.uint16)[rows]
+        current: npt.NDArray[np.bool_] = now == rounds
+        return current
 
 
-def _num_shared_tokens(left: bytes, right: bytes) -> int:
+def shared_head(left: bytes, right: bytes) -> int:
+    """How many tokens two texts have in common from their starts on."""
     length = min(len(left), len(right)) // TOKEN_BYTES
     a, b = (np.frombuffer(side, dtype="<u4", count=length) for side in (left, right))
-    differs = np.flatnonzero(a != b)
-    return int(differs[0]) if len(differs) else length
+    return _first_difference(a, b)
+
+
+def shared_tail(left: bytes, right: bytes) -> int:
+    """How many tokens two texts have in common back from their ends."""
+    length = min(len(left), len(right)) // TOKEN_BYTES
+    a, b = (np.frombuffer(side, dtype="<u4")[::-1][:length] for side in (left, right))
+    return _first_difference(a, b)
+
+
+def _first_difference(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> int:
+    differs = a != b
+    return int(differs.argmax()) if differs.any() else len(a)
+
+
+def _number(key: bytes) -> int:
+    """64 bits of a key, as the tables want them."""
+    return max(2, int.from_bytes(key[:8], "little"))

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from kvboost.core import PrefixKey
+from kvboost.core import FrameKey
 from kvboost.tiers.base import Tier, TierStats
 from kvboost.tiers.eviction import SegmentedLRU
 
@@ -25,12 +25,12 @@ class MemoryTier(Tier):
         self._max_entries = math.inf if max_entries is None else max_entries
         self._clock = clock
         self._lock = threading.Lock()
-        self._frames: dict[PrefixKey, memoryview] = {}
+        self._frames: dict[FrameKey, memoryview] = {}
         self._size_bytes = 0
         self._eviction = SegmentedLRU(budget_bytes)
-        self._pinned_until: dict[PrefixKey, float] = {}
+        self._pinned_until: dict[FrameKey, float] = {}
 
-    def get(self, key: PrefixKey) -> memoryview | None:
+    def get(self, key: FrameKey) -> memoryview | None:
         """The frame itself, not a copy."""
         with self._lock:
             frame = self._frames.get(key)
@@ -38,7 +38,7 @@ class MemoryTier(Tier):
                 self._eviction.use(key)
             return frame
 
-    def put(self, key: PrefixKey, frame: memoryview) -> list[PrefixKey]:
+    def put(self, key: FrameKey, frame: memoryview) -> list[FrameKey]:
         """Evict until the frame fits; refuse it if pinned entries leave no room."""
         with self._lock:
             self._drop(key)
@@ -52,7 +52,7 @@ class MemoryTier(Tier):
             self._eviction.add(key, frame.nbytes)
             return evicted
 
-    def discard(self, key: PrefixKey) -> bool:
+    def discard(self, key: FrameKey) -> bool:
         """Forget `key` unless it is pinned; whether it is gone now."""
         with self._lock:
             if self._is_pinned(key, self._clock()):
@@ -60,7 +60,7 @@ class MemoryTier(Tier):
             self._drop(key)
             return True
 
-    def pin(self, keys: Iterable[PrefixKey], ttl_s: float | None) -> int:
+    def pin(self, keys: Iterable[FrameKey], ttl_s: float | None) -> int:
         """Pins end by themselves after `ttl_s`."""
         until = math.inf if ttl_s is None else self._clock() + ttl_s
         with self._lock:
@@ -76,22 +76,22 @@ class MemoryTier(Tier):
             num_pinned = sum(until > now for until in self._pinned_until.values())
             return TierStats(len(self._frames), self._size_bytes, self._budget_bytes, num_pinned)
 
-    def _drop(self, key: PrefixKey) -> None:
+    def _drop(self, key: FrameKey) -> None:
         frame = self._frames.pop(key, None)
         if frame is not None:
             self._size_bytes -= frame.nbytes
             self._eviction.remove(key)
             self._pinned_until.pop(key, None)
 
-    def _is_pinned(self, key: PrefixKey, now: float) -> bool:
+    def _is_pinned(self, key: FrameKey, now: float) -> bool:
         return self._pinned_until.get(key, -math.inf) > now
 
-    def _victims_for(self, incoming_bytes: int) -> list[PrefixKey] | None:
+    def _victims_for(self, incoming_bytes: int) -> list[FrameKey] | None:
         """Which keys must leave before `incoming_bytes` fit; None if they never do."""
         now = self._clock()
         excess_bytes = self._size_bytes + incoming_bytes - self._budget_bytes
         excess_entries = len(self._frames) + 1 - self._max_entries
-        chosen: list[PrefixKey] = []
+        chosen: list[FrameKey] = []
         for key in self._eviction.victims():
             if excess_bytes <= 0 and excess_entries <= 0:
                 break

@@ -3,13 +3,67 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from kvboost.core import ReusePlan, Span
+import numpy as np
+
+from kvboost.core import MatchKind, ReusePlan, Span
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Scores = npt.NDArray[np.float32]
+    """A number for each position of the prompt: the higher, the more it wants repair."""
+
+
+class Evidence(Protocol):
+    """What can be found out about the placed rows before they are repaired."""
+
+    tokens: Sequence[int]  # of the prompt
+
+    def deviation(self) -> Scores:
+        """How far K and V of the first layers are from what the model computes here. Costly."""
+
+    def attention(self) -> Scores:
+        """How much the question looks at each position, over a few middle layers. Costly."""
+
+    def sensitivity(self) -> Scores:
+        """How much each row was found to depend on its context when it was stored; 0: unknown."""
 
 
 class Repair(ABC):
-    """Chooses the set S of positions that one sparse prefill computes."""
+    """Chooses the moved rows that one sparse prefill computes besides the live ones."""
 
     @abstractmethod
-    def select(self, plan: ReusePlan) -> tuple[Span, ...]:
-        """Sorted spans that cover at least `plan.live`; the rest is kept as it was placed."""
+    def select(self, plan: ReusePlan, evidence: Evidence) -> list[int]:
+        """Sorted positions inside moved spans; the other rows are kept as they were placed."""
+
+    def expected_rows(self, plan: ReusePlan) -> int:
+        """About how many positions `select` will choose, without any evidence."""
+        return 0
+
+    def corrected(self, plan: ReusePlan) -> list[Span]:
+        """Spans whose other rows are corrected by how the computed ones in them have changed."""
+        return []
+
+
+def moved_runs(plan: ReusePlan) -> list[Span]:
+    """The moved spans, those that were computed one after the other joined."""
+    runs: list[Span] = []
+    for match in plan.matches:
+        if match.kind is not MatchKind.MOVED:
+            continue
+        if match.follows and runs and runs[-1].stop == match.span.start:
+            runs[-1] = Span(runs[-1].start, match.span.stop)
+        else:
+            runs.append(match.span)
+    return runs
+
+
+def highest(scores: Scores, plan: ReusePlan, ratio: float) -> list[int]:
+    """The `ratio` of all moved positions with the highest scores, sorted."""
+    moved = np.concatenate([np.arange(run.start, run.stop) for run in moved_runs(plan)])
+    count = round(ratio * len(moved))
+    chosen = moved[np.argsort(-scores[moved], kind="stable")[:count]]
+    return [int(position) for position in np.sort(chosen)]

@@ -1,12 +1,12 @@
 """No repair: right for exact reuse, and the baseline that every strategy is measured against."""
 
-from kvboost.core import ReusePlan, Span
-from kvboost.reuse.repair.base import Repair
+from kvboost.core import ReusePlan
+from kvboost.reuse.repair.base import Evidence, Repair
 
 
 class NoRepair(Repair):
-    """Computes what is live and nothing else."""
+    """Keeps what was placed."""
 
-    def select(self, plan: ReusePlan) -> tuple[Span, ...]:
-        """The live spans."""
-        return plan.live
+    def select(self, plan: ReusePlan, evidence: Evidence) -> list[int]:
+        """Nothing."""
+        return []

@@ -1,0 +1,160 @@
+"""The `kvboost` command."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvboost import __version__
+from kvboost.errors import KVBoostError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvboost.engine.results import ReuseReport
+
+COLOURS = {"exact": "green", "moved": "yellow", "miss": "dim"}
+MEANINGS = {
+    "exact": "from the store, with the same text before it",
+    "moved": "from the store, computed with other text before it",
+    "miss": "computed",
+}
+LONGEST_SHOWN = 400  # characters of a span in the terminal
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        return _explain(options)
+    except (KVBoostError, OSError, UnicodeDecodeError) as error:
+        sys.stderr.write(f"kvboost: {error}\n")
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvboost", description="Language models that do not read again what they have read."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    explain = commands.add_parser(
+        "explain",
+        help="show which spans of a prompt would be reused after other prompts, and why",
+        description="Reads the --seen prompts, then shows what of PROMPT is reused, moved or "
+        "missed, and why.",
+    )
+    explain.add_argument("prompt", help="file with the prompt; - for standard input")
+    explain.add_argument("--model", required=True, help="name or folder of the model")
+    explain.add_argument(
+        "--seen", action="append", default=[], help="file with an earlier prompt; may be repeated"
+    )
+    explain.add_argument(
+        "--document", action="append", default=[], help="file with a document to warm; repeatable"
+    )
+    explain.add_argument(
+        "--reuse",
+        default="auto",
+        choices=["exact", "auto", "off"],
+        help="what may be reused (default: auto, that is moved text too)",
+    )
+    explain.add_argument(
+        "--chunk-size", type=int, default=128, help="tokens in a chunk (default: 128)"
+    )
+    explain.add_argument("--json", action="store_true", help="print the report as JSON")
+    return parser
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from kvboost import KVBoost  # noqa: PLC0415  (loads torch)
+
+    prompt = _read(options.prompt)
+    seen = [_read(name) for name in options.seen]
+    documents = [_read(name) for name in options.document]
+    with KVBoost.from_pretrained(
+        options.model, reuse=options.reuse, chunk_size=options.chunk_size
+    ) as engine:
+        if documents:
+            engine.warm(documents)
+        for text in seen:
+            engine.generate(text, max_new_tokens=1)
+        report = engine.explain(prompt)
+        tokens = engine.tokenizer(prompt).input_ids
+        if options.json:
+            sys.stdout.write(json.dumps(as_dict(report), indent=2) + "\n")
+        else:
+            draw(report, tokens, engine.tokenizer)
+    return 0
+
+
+def _read(name: str) -> str:
+    return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+
+
+def as_dict(report: ReuseReport) -> dict[str, object]:
+    """A report in the types of JSON."""
+    fields = dataclasses.asdict(report)
+    fields["spans"] = [
+        {
+            "start": each.span.start,
+            "stop": each.span.stop,
+            "kind": each.kind.value,
+            "reason": each.reason,
+        }
+        for each in report.spans
+    ]
+    return fields
+
+
+def draw(report: ReuseReport, tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Print the prompt with its spans in colours, then a table of them.
+
+    Raises:
+        KVBoostError: `rich` is not installed.
+    """
+    try:
+        from rich.console import Console  # noqa: PLC0415
+        from rich.table import Table  # noqa: PLC0415
+        from rich.text import Text  # noqa: PLC0415
+    except ImportError as error:
+        raise KVBoostError("colours need `pip install 'kvboost[cli]'`; or use --json") from error
+    console, text = Console(), Text()
+    table = Table("tokens", "kind", "reason", box=None, header_style="bold")
+    for each in report.spans:
+        kind, span = each.kind.value, each.span
+        said = tokenizer.decode(tokens[span.start : span.stop])
+        if len(said) > LONGEST_SHOWN:
+            half = LONGEST_SHOWN // 2
+            said = f"{said[:half]} [...] {said[-half:]}"
+        text.append(said, style=COLOURS[kind])
+        place = f"{span.start}-{span.stop}"
+        table.add_row(place, Text(kind, style=COLOURS[kind]), each.reason or MEANINGS[kind])
+    console.print(text)
+    console.print()
+    console.print(table)
+    console.print()
+    total = max(1, len(tokens))
+    shares = [
+        f"{kind} {sum(len(s.span) for s in report.spans if s.kind.value == kind) / total:.0%}"
+        for kind in COLOURS
+    ]
+    repaired = f", {report.repaired_tokens} moved tokens computed again"
+    console.print(
+        f"{total} tokens: {', '.join(shares)}{repaired if report.repaired_tokens else ''}"
+    )
+    if report.predicted_ms is not None and report.full_ms is not None:
+        console.print(
+            f"expected prefill: {report.predicted_ms:.0f} ms, without reuse {report.full_ms:.0f} ms"
+        )
+    if report.note:
+        console.print(f"note: {report.note}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

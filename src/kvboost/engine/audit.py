@@ -1,0 +1,79 @@
+"""Audits: an answer on moved K/V against full prefill, in idle time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kvboost.build import Parts
+from kvboost.engine.prefill import Terms
+from kvboost.engine.verify import compare
+from kvboost.models.slots import SlotCache
+
+log = logging.getLogger(__name__)
+
+MOST_AUDITED = 32  # tokens of an answer
+STEP_TOKENS = 64  # computed at once: a request that comes meanwhile waits for no more
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What is needed to judge one answer later."""
+
+    tokens: list[int]
+    answer: list[int]
+    logits: torch.Tensor  # from which the answer was chosen, with reuse
+    num_reused: int
+    terms: Terms
+
+
+def prepare(
+    slots: SlotCache,
+    tokens: list[int],
+    answer: list[int],
+    parts: Parts,
+    terms: Terms,
+    num_reused: int,
+) -> Audit:
+    """Read off the logits of an answer while `slots` still holds its K/V.
+
+    The last prompt token and the answer are run once more on the rows before them.
+    """
+    answer = answer[:MOST_AUDITED]
+    first, stop = len(tokens) - 1, len(tokens) + len(answer) - 1
+    slots.crop(slots.length - first)
+    rest = (tokens + answer)[first:stop]
+    logits = parts.model.forward(slots, rest, range(first, stop), num_logits=len(answer))
+    return Audit(tokens, answer, logits.float(), num_reused, terms)
+
+
+def carry_out(audit: Audit, parts: Parts) -> Iterator[None]:
+    """Compute the same answer in full, step by step, and tell the guard how far it was away."""
+    tenant = audit.terms.tenant
+    try:
+        logits = yield from _full_logits(audit, parts)
+    except Exception:
+        parts.guard.abandon(tenant)
+        raise
+    check = compare(logits, audit.logits, len(audit.tokens), audit.num_reused)
+    log.info("audit: mean KL %.4f, top-1 %.2f", check.mean_kl, check.top1_ratio)
+    parts.metrics.add("audits")
+    parts.guard.record(tenant, audit.terms.ratio, check.mean_kl, check.top1_ratio)
+
+
+def _full_logits(audit: Audit, parts: Parts) -> Generator[None, None, torch.Tensor]:
+    """Logits of the answer by a full prefill; stops after each step."""
+    model, everything = parts.model, audit.tokens + audit.answer[:-1]
+    slots = model.fresh_slots(len(everything))
+    logits: list[torch.Tensor] = []
+    for start in range(0, len(everything), STEP_TOKENS):
+        step = range(start, min(start + STEP_TOKENS, len(everything)))
+        num_wanted = max(0, min(len(step), step.stop - (len(audit.tokens) - 1)))
+        tokens = everything[step.start : step.stop]
+        computed = model.forward(slots, tokens, step, num_logits=max(1, num_wanted))
+        logits += [computed] if num_wanted else []
+        yield
+    return torch.cat(logits).float()

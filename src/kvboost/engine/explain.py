@@ -1,0 +1,101 @@
+"""Why a prompt would hit or miss, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from kvboost.build import Parts
+from kvboost.core import TOKEN_BYTES, MatchKind, Span
+from kvboost.engine.answer import terms_of, why_not
+from kvboost.engine.prefill import (
+    Terms,
+    dropped,
+    look_up,
+    named_chunks,
+    repaired_rows,
+    worthwhile,
+)
+from kvboost.engine.report import describe
+from kvboost.engine.request import Request
+from kvboost.engine.results import ReuseReport, SpanReport
+from kvboost.policy.cost import Work
+from kvboost.reuse.lookup import LEAST_MOVED_TOKENS, LEAST_TOKENS
+
+
+def explain(request: Request, parts: Parts, *, across_tenants: bool) -> ReuseReport:
+    """What the store would supply for a request now, and why not more.
+
+    `across_tenants` also says whether text is stored for somebody else, which is for operators.
+    """
+    tokens = request.tokens
+    refusal = why_not(request, parts.model, len(tokens))
+    terms, note = terms_of(request, parts, is_refused=bool(refusal))
+    found = look_up(tokens, parts, terms)
+    wanted = worthwhile(found, parts, terms)
+    num_repaired = repaired_rows(wanted, parts, terms)
+    num_rows = len(tokens) - wanted.num_reused + num_repaired
+    predicted = parts.cost.predict(Work.of(len(tokens), num_rows, wanted.num_reused))
+    full = parts.cost.predict(Work.of(len(tokens), len(tokens), 0))
+    spans = describe(wanted, dropped(found, wanted))
+    ask = partial(_why_missed, tokens=tokens, parts=parts, terms=terms, across=across_tenants)
+    return ReuseReport(
+        spans=tuple(_with_reason(span, len(tokens), terms, ask) for span in spans),
+        repaired_tokens=num_repaired,
+        predicted_ms=None if predicted is None else 1e3 * predicted,
+        full_ms=None if full is None else 1e3 * full,
+        note=refusal or note,
+    )
+
+
+def _with_reason(
+    report: SpanReport, num_tokens: int, terms: Terms, why_missed: Callable[[Span], str]
+) -> SpanReport:
+    if report.kind is not MatchKind.MISS or report.reason:
+        return report
+    if terms.reuse == "off":
+        return replace(report, reason="reuse is off")
+    if report.span == Span(num_tokens - 1, num_tokens):
+        return replace(report, reason="the last token is always computed")
+    return replace(report, reason=why_missed(report.span))
+
+
+def _why_missed(
+    span: Span, tokens: Sequence[int], parts: Parts, terms: Terms, *, across: bool
+) -> str:
+    chunks, keys, space = named_chunks(tokens, parts, terms.tenant)
+    index = parts.store.index
+    here = [
+        i for i, c in enumerate(chunks) if c.span.start < span.stop and c.span.stop > span.start
+    ]
+    if any(parts.store.was_evicted(keys[i].prefix) for i in here):
+        return "was stored with the same text before it, and evicted"
+    words = np.asarray(tokens[span.start : span.stop], dtype="<u4")
+    others = [other for other in index.spaces() if other != space] if across else []
+    if any(index.knows(words, other) for other in others):
+        return "stored for another tenant, model or piece size"
+    if terms.reuse == "exact" and index.knows(words, space):
+        return "stored with other text before it: reuse='auto' would use it"
+    if len(span) < (LEAST_MOVED_TOKENS if span.start else LEAST_TOKENS):
+        return "new, or too short to be worth looking for"
+    return _first_difference(span, tokens, parts, terms) or "not seen before"
+
+
+def _first_difference(span: Span, tokens: Sequence[int], parts: Parts, terms: Terms) -> str:
+    """Where a prompt with the same beginning goes on otherwise."""
+    chunks, keys, _ = named_chunks(tokens, parts, terms.tenant)
+    for chunk, key in zip(chunks, keys, strict=True):
+        if chunk.span.stop <= span.start:
+            continue
+        near, num_shared = parts.store.index.nearest_child(key.parent, chunk.tokens)
+        if near is None or num_shared == 0 or num_shared >= near.num_tokens:
+            return ""
+        stored = np.frombuffer(near.tokens, "<u4")[num_shared]
+        place = chunk.span.start + num_shared
+        if place >= len(tokens) or len(chunk.tokens) // TOKEN_BYTES <= num_shared:
+            return ""
+        return f"token {place} is {tokens[place]}, a stored prompt has {stored} there"
+    return ""

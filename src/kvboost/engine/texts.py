@@ -1,0 +1,122 @@
+"""What callers hand in -> token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from kvboost.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    Prompt: TypeAlias = str | Sequence[int]
+    Messages: TypeAlias = Sequence[Mapping[str, Any]]
+
+# What a document is encoded behind when it is warmed to be reused anywhere. Encoded alone, its
+# first tokens would play the part of a prompt's beginning, which is what hurts most when it is
+# moved (docs/concepts/exact-and-moved.md has the figures).
+PREFACE = """\
+The town lies where two rivers meet. In spring the water rises and the lower meadows are flooded,
+and for some weeks the farmers use boats to reach their barns. The market is held on Wednesdays
+and Saturdays. People come from the villages around it to sell bread, cheese, wool and tools, and
+to hear the news. A small museum shows maps, coins and letters from the last century. The school
+was rebuilt after the fire; it now has a library with a few thousand books, which anyone may
+borrow. Trains stop twice a day on their way to the coast.
+
+Notes for readers. Each page of this collection stands for itself. A page may describe a place, a
+person, a law, a tool or a piece of code, and it may be long or short. Nothing on one page has to
+agree with the next. Dates are given where they are known. Names are spelled as in the source.
+Whoever looks for an answer should read the page that speaks of it, and check it against others.
+
+"""
+
+
+def tokens_of(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, documents: Sequence[str] = ()
+) -> list[int]:
+    """Token ids of a prompt; each of `documents` in it is tokenized by itself.
+
+    Raises:
+        ConfigError: the prompt is empty or lacks one of the documents.
+    """
+    if isinstance(prompt, str):
+        tokens = _tokens_of_text(prompt, tokenizer, documents)
+    elif not isinstance(prompt, Iterable):
+        raise ConfigError(f"the prompt is {prompt!r}: expected text or token ids")
+    elif documents:
+        raise ConfigError("documents=... need a prompt that is text, not token ids")
+    else:
+        tokens = list(prompt)
+    if not tokens:
+        raise ConfigError("the prompt is empty")
+    return tokens
+
+
+def chat_tokens(
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[str] = (),
+    **arguments: Any,
+) -> list[int]:
+    """Token ids of a conversation in the model's chat template."""
+    if documents:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
+        return _tokens_of_text(text, tokenizer, documents, add_special_tokens=False)
+    encoded = tokenizer.apply_chat_template(
+        list(messages), tokenize=True, return_dict=True, **arguments
+    )
+    return list(encoded["input_ids"])
+
+
+def texts_to_warm(
+    content: Prompt | Sequence[str] | Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    anywhere: bool,
+) -> list[list[int]]:
+    """Token ids of each text to warm; without a tokenizer's BOS where it will stand anywhere."""
+    special = {"add_special_tokens": False} if anywhere else {}
+    if len(content) == 0:
+        return []
+    if not isinstance(content, str):
+        if isinstance(content[0], Mapping):
+            return [chat_tokens(content, tokenizer)]  # type: ignore[arg-type]
+        if isinstance(content[0], str):
+            return [tokenizer(text, **special).input_ids for text in content]
+        return [tokens_of(content, tokenizer)]  # type: ignore[arg-type]
+    return [tokenizer(content, **special).input_ids]
+
+
+def _tokens_of_text(
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[str],
+    **arguments: Any,
+) -> list[int]:
+    tokens: list[int] = []
+    for piece in _cut_at(text, documents):
+        more = {"add_special_tokens": False} if tokens else arguments
+        tokens += tokenizer(piece, **more).input_ids
+    return tokens
+
+
+def _cut_at(text: str, documents: Sequence[str]) -> list[str]:
+    """The text in pieces, each document a piece of its own."""
+    if isinstance(documents, str):
+        raise ConfigError("documents is one text: expected a list of texts")
+    places = []
+    for count, document in enumerate(documents):
+        place = text.find(document)
+        if not document or place < 0:
+            fault = "is not part of the prompt" if document else "is empty"
+            raise ConfigError(f"documents[{count}] {fault}")
+        while place >= 0:
+            places.append((place, place + len(document)))
+            place = text.find(document, place + len(document))
+    pieces, cursor = [], 0
+    for start, stop in sorted(places):
+        if start >= cursor:
+            pieces += [text[cursor:start], text[start:stop]]
+            cursor = stop
+    return [piece for piece in (*pieces, text[cursor:]) if piece]

@@ -1,0 +1,91 @@
+"""A sample of each moved run, from which the rows between are corrected.
+
+Part of the sample is spread evenly, because what counts for the correction is the distance to the
+next computed row. The rest stands near words that the question uses: what the answer is read from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvboost.core import ReusePlan, Span
+from kvboost.reuse.repair.base import Evidence, Repair, highest, moved_runs
+
+if TYPE_CHECKING:
+    from kvboost.reuse.repair.base import Scores
+
+# Of the tokens that a run may spend. Heads are the first part, as far as they are asked for; what
+# is left goes to evenly spaced tokens and to those near the question's words.
+HEAD_PART, EVEN_PART = 1 / 3, 0.6
+NEAR_TOKENS = 8.0  # distance at which a word of the question counts a third
+REACH = 24
+LONGEST_QUESTION = 256  # tokens: of a longer live end the last ones are taken for the question
+
+
+class SampledRepair(Repair):
+    """Computes the head of each run, evenly spaced tokens, and those around the question's words.
+
+    How the other rows are corrected is in `kvboost.models.spread`. Heads tell nothing about the
+    rows after them: they stood near the beginning of something else, which changed them alone.
+    """
+
+    def __init__(self, ratio: float, head_tokens: int) -> None:
+        self._ratio, self._head_tokens = ratio, head_tokens
+
+    def expected_rows(self, plan: ReusePlan) -> int:
+        """The ratio of what is moved, and at least the ends of each run."""
+        runs = moved_runs(plan)
+        ends = 2 * len(runs) if self._ratio > 0 else 0
+        return max(ends, round(self._ratio * sum(len(run) for run in runs)))
+
+    def select(self, plan: ReusePlan, evidence: Evidence) -> list[int]:
+        """All three; where the question's words say nothing, more evenly spaced ones."""
+        runs = moved_runs(plan)
+        if self._ratio == 0:
+            return []
+        if self._ratio >= 1:
+            return [position for run in runs for position in range(run.start, run.stop)]
+        num_moved = sum(len(run) for run in runs)
+        heads = [p for run in runs for p in range(run.start, self._head_stop(run))]
+        left = self._ratio - len(heads) / num_moved
+        near = near_question_words(plan, evidence.tokens)
+        near[heads] = 0.0
+        asked = highest(near, plan, left * (1 - EVEN_PART))
+        asked = [position for position in asked if near[position] > 0]
+        even = _evenly(self.corrected(plan), left - len(asked) / num_moved)
+        return sorted({*heads, *asked, *even})
+
+    def corrected(self, plan: ReusePlan) -> list[Span]:
+        """The runs without their heads."""
+        bodies = [Span(self._head_stop(run), run.stop) for run in moved_runs(plan)]
+        return [body for body in bodies if len(body) > 1]
+
+    def _head_stop(self, run: Span) -> int:
+        most = round(HEAD_PART * self._ratio * len(run))
+        return run.start + min(self._head_tokens, most)
+
+
+def near_question_words(plan: ReusePlan, tokens: Sequence[int]) -> Scores:
+    """How near each position is to tokens of the question; rare tokens count more."""
+    end = plan.live[-1]
+    question = set(tokens[max(end.start, end.stop - LONGEST_QUESTION) : end.stop])
+    counts = Counter(tokens)
+    scores = np.zeros(plan.num_tokens, np.float32)
+    for run in moved_runs(plan):
+        hits = [1 / counts[t] if t in question else 0.0 for t in tokens[run.start : run.stop]]
+        near = np.exp(-np.abs(np.arange(-REACH, REACH + 1)) / NEAR_TOKENS)
+        scores[run.start : run.stop] = np.convolve(hits, near)[REACH : REACH + len(run)]
+    return scores
+
+
+def _evenly(runs: Sequence[Span], ratio: float) -> list[int]:
+    chosen: list[int] = []
+    for run in runs:
+        count = min(len(run), max(2, round(ratio * len(run))))
+        last = len(run) - 1
+        chosen += [run.start + round(step * last / (count - 1)) for step in range(count)]
+    return chosen

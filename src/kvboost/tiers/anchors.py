@@ -1,0 +1,83 @@
+"""Places by which a text is found again wherever it stands.
+
+Every window of tokens is hashed, and of each stretch of windows the smallest hash is kept
+(winnowing). Which places are kept depends on the tokens around them alone, so a text keeps the
+same places in every prompt, and any `SHORTEST_FOUND` equal tokens have one of them in common.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost.core import Namespace
+
+WINDOW = 16  # tokens that are hashed together
+STRETCH_LOG2 = 6  # of 64 windows one is kept: about four places in a chunk of 128 tokens
+SHORTEST_FOUND = WINDOW + 2**STRETCH_LOG2 - 1
+
+_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
+_INVERSE = pow(_BASE, -1, 2**64)
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # the constants of splitmix64
+
+
+def salt(space: Namespace) -> int:
+    """What keeps the hashes of one namespace apart from those of others."""
+    return int.from_bytes(space[:8], "little")
+
+
+def pick(
+    tokens: npt.NDArray[np.uint32], salted: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+    """The kept places of a text, in order, and their hashes. Other salts give other hashes."""
+    if len(tokens) < WINDOW:
+        return np.empty(0, np.int64), np.empty(0, np.uint64)
+    hashes = _window_hashes(tokens, salted)
+    stretch = min(2**STRETCH_LOG2, 2 ** (len(hashes).bit_length() - 1))
+    least = _sliding(np.minimum, hashes, stretch)
+    # A window is kept if it is the least of any stretch that it is part of.
+    padding = np.zeros(stretch - 1, np.uint64)
+    highest = _sliding(np.maximum, np.concatenate([padding, least, padding]), stretch)
+    kept = np.flatnonzero(hashes == highest)
+    return kept, hashes[kept]
+
+
+def _window_hashes(tokens: npt.NDArray[np.uint32], salted: int) -> npt.NDArray[np.uint64]:
+    """One well-mixed hash for each window of `WINDOW` tokens."""
+    powers, inverses = _powers(len(tokens))
+    total = np.zeros(len(tokens) + 1, np.uint64)
+    np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * powers, out=total[1:])
+    count = len(tokens) - WINDOW + 1
+    hashes = (total[WINDOW:] - total[:count]) * inverses[:count] + np.uint64(salted)
+    hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(_MIX[0])
+    hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(_MIX[1])
+    mixed: npt.NDArray[np.uint64] = hashes ^ (hashes >> np.uint64(31))
+    return np.maximum(mixed, np.uint64(2))
+
+
+_known_powers = (np.ones(1, np.uint64), np.ones(1, np.uint64))
+
+
+def _powers(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """The first `count` powers of the base and of its inverse."""
+    global _known_powers
+    if len(_known_powers[0]) < count:
+        size = 2 ** count.bit_length()
+        grown = []
+        for factor in (_BASE, _INVERSE):
+            steps = np.full(size, factor, np.uint64)
+            steps[0] = 1
+            grown.append(np.cumprod(steps, dtype=np.uint64))
+        _known_powers = (grown[0], grown[1])
+    return _known_powers[0][:count], _known_powers[1][:count]
+
+
+def _sliding(
+    pick_of_two: np.ufunc, values: npt.NDArray[np.uint64], width: int
+) -> npt.NDArray[np.uint64]:
+    """Least or highest of every `width` neighbours, a power of two, in log2(width) passes."""
+    step = 1
+    while step < width:
+        values = pick_of_two(values[:-step], values[step:])
+        step *= 2
+    return values
