@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterable
 
@@ -97,3 +98,8 @@ class WordTokenizer:
 
     def apply_chat_template(self, messages: list[dict], **_: object) -> dict[str, list[int]]:
         return {"input_ids": [n for m in messages for n in (3, *self(m["content"]).input_ids, 4)]}
+
+
+def words(num_tokens: int, seed: int = 0) -> list[int]:
+    """Token ids that `WordTokenizer` knows, others for every seed."""
+    return random.Random(seed).choices(range(5, 500), k=num_tokens)

@@ -29,7 +29,7 @@ class Parts:
     model: HFModel
     boundaries: Set[int]  # token ids after which a chunk may end early
     store: ChunkStore
-    repairs: Mapping[float, Repair]  # by ratio: the one asked for, then stronger ones
+    repairs: Mapping[float, Repair]  # by ratio: none, the one asked for, then stronger ones
     cost: CostModel
     guard: QualityGuard
     metrics: Metrics
@@ -50,7 +50,7 @@ def build(options: Options, model: HFModel, boundaries: Set[int]) -> Parts:
         model=model,
         boundaries=boundaries,
         store=ChunkStore(ChunkIndex(), tier, RawCodec(model.geometry), metrics),
-        repairs={ratio: build_repair(options, ratio) for ratio in ratios},
+        repairs={0.0: NoRepair(), **{ratio: build_repair(options, ratio) for ratio in ratios}},
         cost=CostModel(),
         guard=QualityGuard(options.quality_budget, ratios, options.audit_ratio),
         metrics=metrics,

@@ -45,7 +45,10 @@ class Options:
     )
     recompute_overlap: int = field(
         default=16,
-        metadata=_about("tokens at the start of each moved text that 'selective' repairs", low=0),
+        metadata=_about(
+            "tokens at the start of each moved text to repair ('selective'; 'sampled': at most)",
+            low=0,
+        ),
     )
     recompute_tail: int = field(
         default=0,

@@ -118,6 +118,15 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """Matches that were computed one after the other and are neighbours again: one seam."""
+
+    span: Span
+    kind: MatchKind
+    delta: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReusePlan:
     """What a prompt can take from the store; matches are sorted and do not overlap."""
 
@@ -128,6 +137,23 @@ class ReusePlan:
     def num_reused(self) -> int:
         """How many tokens come from the store."""
         return sum(len(match.span) for match in self.matches)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The matches, joined to runs."""
+        runs: list[Run] = []
+        for match in self.matches:
+            if match.follows and runs and runs[-1].span.stop == match.span.start:
+                whole = Span(runs[-1].span.start, match.span.stop)
+                runs[-1] = Run(whole, match.kind, match.delta)
+            else:
+                runs.append(Run(match.span, match.kind, match.delta))
+        return tuple(runs)
+
+    @property
+    def moved(self) -> tuple[Span, ...]:
+        """The spans of the moved runs."""
+        return tuple(run.span for run in self.runs if run.kind is MatchKind.MOVED)
 
     @property
     def live(self) -> tuple[Span, ...]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from fakes import FaultyTier, WordTokenizer
+from fakes import FaultyTier, WordTokenizer, words
 from kvboost import ConfigError, GenerationMode, KVBoost, KVBoostError, UnsupportedModel
 from kvboost.core import MatchKind, Span
 from tiny_models import REFUSED, SUPPORTED, build
@@ -31,10 +31,6 @@ def engine_of(name: str = "llama", seed: int = 0, **options: object) -> KVBoost:
 def engine() -> Iterator[KVBoost]:
     with engine_of() as made:
         yield made
-
-
-def words(num_tokens: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(5, 500), k=num_tokens)
 
 
 def plain(tokens: list[int], num_new: int, name: str = "llama", **arguments: object) -> list[int]:

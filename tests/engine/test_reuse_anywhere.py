@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fakes import WordTokenizer
+from fakes import WordTokenizer, words
 from kvboost import ConfigError, KVBoost
 from kvboost.core import MatchKind, Provenance, Span
 from kvboost.engine.prefill import Terms, complete, prefill
@@ -37,10 +37,6 @@ def engine_of(name: str = "llama", *, minds_cost: bool = False, **options: objec
 def engine() -> Iterator[KVBoost]:
     with engine_of() as made:
         yield made
-
-
-def words(num_tokens: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(5, 500), k=num_tokens)
 
 
 MODES = ("off", "exact", "auto")

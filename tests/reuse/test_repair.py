@@ -8,7 +8,6 @@ import pytest
 from kvboost.build import build_repair
 from kvboost.config import STRATEGIES, Options
 from kvboost.core import FrameKey, Match, MatchKind, PrefixKey, ReusePlan, Span
-from kvboost.reuse.repair.base import moved_runs
 from kvboost.reuse.repair.sampled import near_question_words
 
 KEY: FrameKey = PrefixKey(b"key")
@@ -47,7 +46,7 @@ def select(strategy: str, ratio: float = 0.1, **options: int) -> list[int]:
 
 
 def test_a_run_is_what_was_computed_together() -> None:
-    assert moved_runs(PLAN) == RUNS
+    assert list(PLAN.moved) == RUNS
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -59,6 +58,13 @@ def test_only_moved_positions_are_chosen_in_order_and_once(strategy: str, ratio:
     assert set(chosen) <= set(moved)
     if ratio == 1.0 and strategy not in ("none", "selective"):
         assert chosen == moved
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_where_nothing_was_moved_nothing_is_chosen(strategy: str) -> None:
+    made = build_repair(Options(recompute_strategy=strategy), 0.15)
+    assert made.select(ReusePlan(600, PLAN.matches[:1]), Evidence()) == []
+    assert made.corrected(ReusePlan(600)) == []
 
 
 @pytest.mark.parametrize("strategy", ["cacheblend", "query", "sensitivity"])

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from kvboost.build import Parts
-from kvboost.core import TOKEN_BYTES, MatchKind, Span
+from kvboost.core import TOKEN_BYTES, Chunk, ChunkKeys, MatchKind, Namespace, Span
 from kvboost.engine.answer import terms_of, why_not
 from kvboost.engine.prefill import (
     Terms,
@@ -17,13 +17,15 @@ from kvboost.engine.prefill import (
     look_up,
     named_chunks,
     repaired_rows,
+    work_of,
     worthwhile,
 )
-from kvboost.engine.report import describe
+from kvboost.engine.report import describe, expected_ms
 from kvboost.engine.request import Request
 from kvboost.engine.results import ReuseReport, SpanReport
 from kvboost.policy.cost import Work
 from kvboost.reuse.lookup import LEAST_MOVED_TOKENS, LEAST_TOKENS
+from kvboost.tiers.index import ChunkIndex
 
 
 def explain(request: Request, parts: Parts, *, across_tenants: bool) -> ReuseReport:
@@ -36,17 +38,20 @@ def explain(request: Request, parts: Parts, *, across_tenants: bool) -> ReuseRep
     terms, note = terms_of(request, parts, is_refused=bool(refusal))
     found = look_up(tokens, parts, terms)
     wanted = worthwhile(found, parts, terms)
-    num_repaired = repaired_rows(wanted, parts, terms)
-    num_rows = len(tokens) - wanted.num_reused + num_repaired
-    predicted = parts.cost.predict(Work.of(len(tokens), num_rows, wanted.num_reused))
-    full = parts.cost.predict(Work.of(len(tokens), len(tokens), 0))
+    ask = partial(
+        _why_missed,
+        tokens=tokens,
+        named=named_chunks(tokens, parts, terms.tenant),
+        parts=parts,
+        terms=terms,
+        across=across_tenants,
+    )
     spans = describe(wanted, dropped(found, wanted))
-    ask = partial(_why_missed, tokens=tokens, parts=parts, terms=terms, across=across_tenants)
     return ReuseReport(
         spans=tuple(_with_reason(span, len(tokens), terms, ask) for span in spans),
-        repaired_tokens=num_repaired,
-        predicted_ms=None if predicted is None else 1e3 * predicted,
-        full_ms=None if full is None else 1e3 * full,
+        repaired_tokens=repaired_rows(wanted, parts, terms),
+        predicted_ms=expected_ms(work_of(wanted, parts, terms), parts),
+        full_ms=expected_ms(Work.of(len(tokens), len(tokens), 0), parts),
         note=refusal or note,
     )
 
@@ -64,10 +69,15 @@ def _with_reason(
 
 
 def _why_missed(
-    span: Span, tokens: Sequence[int], parts: Parts, terms: Terms, *, across: bool
+    span: Span,
+    tokens: Sequence[int],
+    named: tuple[list[Chunk], list[ChunkKeys], Namespace],
+    parts: Parts,
+    terms: Terms,
+    *,
+    across: bool,
 ) -> str:
-    chunks, keys, space = named_chunks(tokens, parts, terms.tenant)
-    index = parts.store.index
+    (chunks, keys, space), index = named, parts.store.index
     here = [
         i for i, c in enumerate(chunks) if c.span.start < span.stop and c.span.stop > span.start
     ]
@@ -81,16 +91,21 @@ def _why_missed(
         return "stored with other text before it: reuse='auto' would use it"
     if len(span) < (LEAST_MOVED_TOKENS if span.start else LEAST_TOKENS):
         return "new, or too short to be worth looking for"
-    return _first_difference(span, tokens, parts, terms) or "not seen before"
+    return _first_difference(span, tokens, chunks, keys, index) or "not seen before"
 
 
-def _first_difference(span: Span, tokens: Sequence[int], parts: Parts, terms: Terms) -> str:
+def _first_difference(
+    span: Span,
+    tokens: Sequence[int],
+    chunks: Sequence[Chunk],
+    keys: Sequence[ChunkKeys],
+    index: ChunkIndex,
+) -> str:
     """Where a prompt with the same beginning goes on otherwise."""
-    chunks, keys, _ = named_chunks(tokens, parts, terms.tenant)
     for chunk, key in zip(chunks, keys, strict=True):
         if chunk.span.stop <= span.start:
             continue
-        near, num_shared = parts.store.index.nearest_child(key.parent, chunk.tokens)
+        near, num_shared = index.nearest_child(key.parent, chunk.tokens)
         if near is None or num_shared == 0 or num_shared >= near.num_tokens:
             return ""
         stored = np.frombuffer(near.tokens, "<u4")[num_shared]

@@ -16,7 +16,6 @@ from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import content_key, derive, namespace
 from kvboost.reuse.lookup import LEAST_MOVED_TOKENS, find, find_moved
 from kvboost.reuse.place import assemble
-from kvboost.reuse.repair.base import moved_runs
 from kvboost.reuse.run import forward
 from kvboost.reuse.store import commit, commit_approximate
 
@@ -64,16 +63,12 @@ def prefill(tokens: Sequence[int], parts: Parts, terms: Terms, *, capacity: int)
     placed = assemble(wanted, slots, model, parts.store)
     parts.store.forget(placed.lost)
     loaded = time.perf_counter()
-    plan, runs = placed.plan, moved_runs(placed.plan)
-    repair = parts.repairs.get(terms.ratio)
-    repaired: list[int] = []
-    if repair is not None and runs:
-        probe = Probe(model, slots, tokens, plan, placed.sensitivities)
-        repaired = repair.select(plan, probe)
+    plan = placed.plan
+    repair = parts.repairs[terms.ratio]
+    repaired = repair.select(plan, Probe(model, slots, tokens, plan, placed.sensitivities))
     pieces = None if is_alone else parts.piece_tokens
     pending = forward(model, slots, tokens, plan.live, repaired, pieces)
-    if repair is not None and runs:
-        slots.correct(repair.corrected(plan), pending)
+    slots.correct(repair.corrected(plan), pending)
     num_rows = len(tokens) - plan.num_reused + len(repaired)
     return Prefilled(
         slots=slots,
@@ -106,7 +101,9 @@ def worthwhile(found: ReusePlan, parts: Parts, terms: Terms) -> ReusePlan:
     if exact == found.matches:
         return found
     exact_only = ReusePlan(found.num_tokens, exact)
-    pays = parts.cost.pays(_work(found, parts, terms), _work(exact_only, parts, terms), MOVED_GAIN)
+    pays = parts.cost.pays(
+        work_of(found, parts, terms), work_of(exact_only, parts, terms), MOVED_GAIN
+    )
     return found if pays else exact_only
 
 
@@ -119,11 +116,11 @@ def dropped(found: ReusePlan, wanted: ReusePlan) -> tuple[Span, ...]:
 
 def repaired_rows(plan: ReusePlan, parts: Parts, terms: Terms) -> int:
     """About how many moved rows will be computed again."""
-    repair = parts.repairs.get(terms.ratio)
-    return 0 if repair is None else repair.expected_rows(plan)
+    return parts.repairs[terms.ratio].expected_rows(plan)
 
 
-def _work(plan: ReusePlan, parts: Parts, terms: Terms) -> Work:
+def work_of(plan: ReusePlan, parts: Parts, terms: Terms) -> Work:
+    """What a prefill on top of `plan` will do."""
     num_rows = plan.num_tokens - plan.num_reused + repaired_rows(plan, parts, terms)
     return Work.of(plan.num_tokens, num_rows, plan.num_reused)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvboost.build import Parts
-from kvboost.core import Match, MatchKind, ReusePlan, Span
+from kvboost.core import MatchKind, ReusePlan, Run, Span
 from kvboost.engine.prefill import Prefilled
 from kvboost.engine.results import ReuseReport, SpanReport
 from kvboost.policy.cost import Work
@@ -15,29 +15,27 @@ def report(
     """The report of a request that ran."""
     if prefilled is None:
         return ReuseReport(spans=describe(ReusePlan(num_tokens)), note=note)
-    predicted = parts.cost.predict(prefilled.work)
-    full = parts.cost.predict(Work.of(num_tokens, num_tokens, 0))
     return ReuseReport(
         spans=describe(prefilled.plan, prefilled.dropped),
         lookup_ms=prefilled.lookup_ms,
         load_ms=prefilled.load_ms,
         repaired_tokens=len(prefilled.repaired),
-        predicted_ms=None if predicted is None else 1e3 * predicted,
-        full_ms=None if full is None else 1e3 * full,
+        predicted_ms=expected_ms(prefilled.work, parts),
+        full_ms=expected_ms(Work.of(num_tokens, num_tokens, 0), parts),
         actual_ms=1e3 * (first_token_at - prefilled.started_at),
         note=note,
     )
 
 
+def expected_ms(work: Work, parts: Parts) -> float | None:
+    """What the cost model expects of some work; None before it has seen any."""
+    seconds = parts.cost.predict(work)
+    return None if seconds is None else 1e3 * seconds
+
+
 def describe(plan: ReusePlan, dropped: tuple[Span, ...] = ()) -> tuple[SpanReport, ...]:
-    """The spans of a plan in the order of the prompt, neighbours of one run joined."""
-    spans: list[SpanReport] = []
-    for match in plan.matches:
-        if match.follows and spans and spans[-1].span.stop == match.span.start:
-            joined = Span(spans[-1].span.start, match.span.stop)
-            spans[-1] = SpanReport(joined, match.kind, spans[-1].reason)
-        else:
-            spans.append(SpanReport(match.span, match.kind, _reason(match)))
+    """The runs and gaps of a plan in the order of the prompt."""
+    spans = [SpanReport(run.span, run.kind, _reason(run)) for run in plan.runs]
     for span in plan.live:
         is_dropped = any(d.start < span.stop and span.start < d.stop for d in dropped)
         reason = "found, but computing it is faster" if is_dropped else ""
@@ -45,10 +43,10 @@ def describe(plan: ReusePlan, dropped: tuple[Span, ...] = ()) -> tuple[SpanRepor
     return tuple(sorted(spans, key=lambda each: each.span.start))
 
 
-def _reason(match: Match) -> str:
-    if match.kind is MatchKind.EXACT:
+def _reason(run: Run) -> str:
+    if run.kind is MatchKind.EXACT:
         return ""
-    if match.delta == 0:
+    if run.delta == 0:
         return "same place, other text before it"
-    way = "later" if match.delta > 0 else "earlier"
-    return f"{abs(match.delta)} tokens {way} than when it was computed"
+    way = "later" if run.delta > 0 else "earlier"
+    return f"{abs(run.delta)} tokens {way} than when it was computed"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kvboost.core import FrameKey, Match, MatchKind, ReusePlan, Span
+from kvboost.core import FrameKey, Match, MatchKind, ReusePlan
 from kvboost.errors import CacheError
 from kvboost.rope import move
 from kvboost.tiers.store import ChunkStore
@@ -53,8 +52,12 @@ def assemble(plan: ReusePlan, slots: Slots, model: CausalModel, store: ChunkStor
                 sensitivities[match.span.start : match.span.stop] = part
         else:
             lost.append(match.key)
-    _turn([match for match in placed if match.kind is MatchKind.MOVED], slots, model)
-    return Placed(ReusePlan(plan.num_tokens, tuple(placed)), tuple(lost), sensitivities)
+    came_true = ReusePlan(plan.num_tokens, tuple(placed))
+    for run in came_true.runs:
+        if run.kind is MatchKind.MOVED:
+            slots.exact_stop = min(slots.exact_stop, run.span.start)
+            move(slots.read(run.span), model.geometry, model.rotations, run.delta)
+    return Placed(came_true, tuple(lost), sensitivities)
 
 
 def _fetch(match: Match, store: ChunkStore) -> memoryview | None:
@@ -74,20 +77,3 @@ def _place(match: Match, frame: memoryview, slots: Slots, store: ChunkStore) -> 
     kv = [part[:, :, match.offset : match.offset + len(match.span)] for part in whole]
     slots.write(match.span, kv)
     return True
-
-
-def _turn(moved: Sequence[Match], slots: Slots, model: CausalModel) -> None:
-    """Rotate placed rows to their new positions, neighbours of one run together."""
-    runs: list[tuple[Span, int]] = []
-    for match in moved:
-        if (
-            match.follows
-            and runs
-            and runs[-1] == (Span(runs[-1][0].start, match.span.start), match.delta)
-        ):
-            runs[-1] = (Span(runs[-1][0].start, match.span.stop), match.delta)
-        else:
-            runs.append((match.span, match.delta))
-    for span, delta in runs:
-        slots.exact_stop = min(slots.exact_stop, span.start)
-        move(slots.read(span), model.geometry, model.rotations, delta)

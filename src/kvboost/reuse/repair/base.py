@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from kvboost.core import MatchKind, ReusePlan, Span
+from kvboost.core import ReusePlan, Span
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -48,22 +48,9 @@ class Repair(ABC):
         return []
 
 
-def moved_runs(plan: ReusePlan) -> list[Span]:
-    """The moved spans, those that were computed one after the other joined."""
-    runs: list[Span] = []
-    for match in plan.matches:
-        if match.kind is not MatchKind.MOVED:
-            continue
-        if match.follows and runs and runs[-1].stop == match.span.start:
-            runs[-1] = Span(runs[-1].start, match.span.stop)
-        else:
-            runs.append(match.span)
-    return runs
-
-
 def highest(scores: Scores, plan: ReusePlan, ratio: float) -> list[int]:
     """The `ratio` of all moved positions with the highest scores, sorted."""
-    moved = np.concatenate([np.arange(run.start, run.stop) for run in moved_runs(plan)])
+    moved = np.array([p for run in plan.moved for p in range(run.start, run.stop)], np.int64)
     count = round(ratio * len(moved))
     chosen = moved[np.argsort(-scores[moved], kind="stable")[:count]]
     return [int(position) for position in np.sort(chosen)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvboost.core import ReusePlan, Span
-from kvboost.reuse.repair.base import Evidence, Repair, highest, moved_runs
+from kvboost.reuse.repair.base import Evidence, Repair, highest
 
 if TYPE_CHECKING:
     from kvboost.reuse.repair.base import Scores
@@ -38,14 +38,14 @@ class SampledRepair(Repair):
 
     def expected_rows(self, plan: ReusePlan) -> int:
         """The ratio of what is moved, and at least the ends of each run."""
-        runs = moved_runs(plan)
+        runs = plan.moved
         ends = 2 * len(runs) if self._ratio > 0 else 0
         return max(ends, round(self._ratio * sum(len(run) for run in runs)))
 
     def select(self, plan: ReusePlan, evidence: Evidence) -> list[int]:
         """All three; where the question's words say nothing, more evenly spaced ones."""
-        runs = moved_runs(plan)
-        if self._ratio == 0:
+        runs = plan.moved
+        if not runs or self._ratio == 0:
             return []
         if self._ratio >= 1:
             return [position for run in runs for position in range(run.start, run.stop)]
@@ -61,7 +61,7 @@ class SampledRepair(Repair):
 
     def corrected(self, plan: ReusePlan) -> list[Span]:
         """The runs without their heads."""
-        bodies = [Span(self._head_stop(run), run.stop) for run in moved_runs(plan)]
+        bodies = [Span(self._head_stop(run), run.stop) for run in plan.moved]
         return [body for body in bodies if len(body) > 1]
 
     def _head_stop(self, run: Span) -> int:
@@ -75,7 +75,7 @@ def near_question_words(plan: ReusePlan, tokens: Sequence[int]) -> Scores:
     question = set(tokens[max(end.start, end.stop - LONGEST_QUESTION) : end.stop])
     counts = Counter(tokens)
     scores = np.zeros(plan.num_tokens, np.float32)
-    for run in moved_runs(plan):
+    for run in plan.moved:
         hits = [1 / counts[t] if t in question else 0.0 for t in tokens[run.start : run.stop]]
         near = np.exp(-np.abs(np.arange(-REACH, REACH + 1)) / NEAR_TOKENS)
         scores[run.start : run.stop] = np.convolve(hits, near)[REACH : REACH + len(run)]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvboost.core import ReusePlan
-from kvboost.reuse.repair.base import Evidence, Repair, highest, moved_runs
+from kvboost.reuse.repair.base import Evidence, Repair, highest
 
 if TYPE_CHECKING:
     from kvboost.reuse.repair.base import Scores
@@ -24,8 +24,8 @@ class ScoredRepair(Repair):
 
     def expected_rows(self, plan: ReusePlan) -> int:
         """The ratio of what is moved."""
-        return round(self._ratio * sum(len(run) for run in moved_runs(plan)))
+        return round(self._ratio * sum(len(run) for run in plan.moved))
 
     def select(self, plan: ReusePlan, evidence: Evidence) -> list[int]:
         """The highest scores."""
-        return highest(self._score(evidence), plan, self._ratio)
+        return highest(self._score(evidence), plan, self._ratio) if plan.moved else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvboost.core import ReusePlan
-from kvboost.reuse.repair.base import Evidence, Repair, moved_runs
+from kvboost.reuse.repair.base import Evidence, Repair
 
 
 class SelectiveRepair(Repair):
@@ -15,12 +15,12 @@ class SelectiveRepair(Repair):
     def expected_rows(self, plan: ReusePlan) -> int:
         """Head and tail of each run, as long as it is."""
         each = self._head_tokens + self._tail_tokens
-        return sum(min(len(run), each) for run in moved_runs(plan))
+        return sum(min(len(run), each) for run in plan.moved)
 
     def select(self, plan: ReusePlan, evidence: Evidence) -> list[int]:
         """The first and last tokens of each run."""
         chosen: set[int] = set()
-        for run in moved_runs(plan):
+        for run in plan.moved:
             chosen |= set(range(run.start, min(run.start + self._head_tokens, run.stop)))
             chosen |= set(range(max(run.stop - self._tail_tokens, run.start), run.stop))
         return sorted(chosen)
