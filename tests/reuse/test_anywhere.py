@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -150,7 +151,8 @@ def test_approximate_chunks_are_found_by_their_words_alone() -> None:
     assert all(store.store.index.get(key.prefix) is None for key in exact)
 
 
-def test_chunks_from_different_places_are_not_one_run() -> None:
+@pytest.mark.parametrize("shown", [SIZE, 10])  # 10: too few to be found before what follows them
+def test_chunks_from_different_places_are_not_one_run(shown: int) -> None:
     """A chunk that was stored before keeps its home; what follows a copy of it is apart."""
     store, slots = Fixture(), FakeSlots(200)
     slots.exact_stop = 0
@@ -161,7 +163,7 @@ def test_chunks_from_different_places_are_not_one_run() -> None:
     ]
     names = [content_key(chunk.tokens, SPACE) for chunk in chunks]
     commit_approximate(slots, chunks, names, SPACE, store.store)
-    prompt = text(50, 2) + first + last + text(9, 3)
+    prompt = text(50, 2) + first[-shown:] + last + text(9, 3)
     plan = store.find(prompt)
     target = FakeSlots(len(prompt), seed=9)
     placed = assemble(plan, target, FakeModel(), store.store).plan

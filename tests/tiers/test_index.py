@@ -125,6 +125,14 @@ def test_words_are_found_in_their_own_namespace_only() -> None:
     assert not index.knows(prompt, OTHER)
 
 
+def test_an_anchor_that_leads_to_another_namespace_leads_nowhere() -> None:
+    """Salts keep hashes apart; should two meet all the same, the row has the last word."""
+    index, text = ChunkIndex(), words(128, 0)
+    places, hashes = anchors.pick(text, anchors.salt(SPACE))
+    index.add(entry(7, text, space=OTHER), zip(places.tolist(), hashes.tolist(), strict=True))
+    assert sightings(index, text, SPACE) == []
+
+
 def test_the_older_of_equal_texts_is_found_but_an_exact_one_before_an_approximate_one() -> None:
     index, text = ChunkIndex(), words(128, 0)
     for name, provenance, expected in (
