@@ -27,7 +27,11 @@ models:
 
 # Unit tests: seconds
 test:
-    {{python}} -m pytest -q -m 'not tiny and not model'
+    {{python}} -m pytest -q -m 'not tiny and not model and not servers'
+
+# Shared tiers with real servers (redis-server, mooncake_master): a minute
+test-servers:
+    {{python}} -m pytest -q -m servers
 
 # Parity on tiny random models of every supported architecture: a minute or two
 parity:

@@ -15,15 +15,12 @@ from typing import Any
 import torch
 
 from kvboost import KVBoost
-from kvboost.build import Parts, build_repair
+from kvboost.build import Parts, build_repair, build_store
 from kvboost.engine.prefill import Terms, complete, keep, prefill, warm_up
 from kvboost.engine.texts import PREFACE, tokens_of
 from kvboost.engine.verify import compare
 from kvboost.models.certify import Rotations
 from kvboost.policy.cost import CostModel
-from kvboost.tiers.index import ChunkIndex
-from kvboost.tiers.memory import MemoryTier
-from kvboost.tiers.store import ChunkStore
 from material import DTYPES, model, tokenizer
 from tasks import Item, f1, items, prompt
 
@@ -180,9 +177,8 @@ def _measure_item(
 
 def _fresh(parts: Parts) -> Parts:
     """The same engine with an empty store."""
-    old = parts.store
-    tier = MemoryTier(8 * 2**30)
-    return replace(parts, store=ChunkStore(ChunkIndex(), tier, old.codec, old.metrics))
+    options = replace(parts.options, max_cache_bytes=8 * 2**30)
+    return replace(parts, store=build_store(options, parts.model.geometry, parts.metrics))
 
 
 def _reference(

@@ -18,13 +18,19 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "scr
 
 from transformers.utils import logging
 
+import eviction
+import footprint
 import found
 import identity
+import isolation
 import lookup
 import mixed
 import multiturn
 import pieces
 import quality
+import quantised
+import restart
+import shared
 import speed
 import threads
 from get_model import get_model
@@ -37,9 +43,15 @@ QUESTIONS = {
     "lookup": lookup,
     "pieces": pieces,
     "quality": quality,
+    "codecs": quantised,
     "mixed": mixed,
     "multiturn": multiturn,
     "threads": threads,
+    "restart": restart,
+    "isolation": isolation,
+    "shared": shared,
+    "eviction": eviction,
+    "footprint": footprint,
 }
 
 
@@ -49,12 +61,14 @@ def main() -> None:
     commands = parser.add_subparsers(dest="question", required=True)
     for name, module in QUESTIONS.items():
         command = commands.add_parser(name, help=module.__doc__, description=module.__doc__)
-        command.add_argument("--model", nargs="+", help="names or folders (default: SmolLM2-135M)")
-        command.add_argument("--dtype", default="fp32", choices=["bf16", "fp16", "fp32"])
         command.add_argument("--rounds", type=int, default=5)
+        if module not in (eviction, footprint, shared):
+            command.add_argument("--model", nargs="+", help="names or folders (default: SmolLM2)")
+            command.add_argument("--dtype", default="fp32", choices=["bf16", "fp16", "fp32"])
         module.add_arguments(command)
     options = parser.parse_args()
-    options.model = options.model or [str(get_model())]
+    if "model" in options:
+        options.model = options.model or [str(get_model())]
     rows = QUESTIONS[options.question].run(options)
     print(json.dumps({"question": options.question, **environment(), "rows": rows}))
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from kvboost.core import KVGeometry, PlaneGroup, PrefixKey, Rotation, Span
+from kvboost.codecs.frame import MAGIC, Head, read
+from kvboost.codecs.raw import RawCodec
+from kvboost.core import FrameKey, KVGeometry, PlaneGroup, PrefixKey, Rotation, Span
 from kvboost.errors import TierUnavailable
-from kvboost.tiers.base import Tier
+from kvboost.metrics import Metrics
+from kvboost.tiers.base import OwnTier, Tier, TierStats
+from kvboost.tiers.index import ChunkIndex
 from kvboost.tiers.memory import MemoryTier
+from kvboost.tiers.stack import Opener, TierStack
+from kvboost.tiers.store import ChunkStore
 
 GEOMETRY = KVGeometry(
     num_layers=2,
@@ -52,30 +59,82 @@ class FakeModel:
     }
 
 
-class FaultyTier(MemoryTier):
-    """Raises, loses or truncates what it holds, once told to."""
+class FaultyTier(Tier):
+    """A shared tier in a dict, which fails, hangs, loses or spoils what it holds once told to."""
 
-    fault = ""
+    name = "faulty"
 
-    def get(self, key: PrefixKey) -> memoryview | None:
-        frame = super().get(key)
-        if self.fault == "down":
-            raise TierUnavailable("the tier is down")
+    def __init__(self) -> None:
+        self.frames: dict[FrameKey, bytes] = {}
+        self.fault = ""
+        self.thawed = threading.Event()
+
+    def get(self, keys: Sequence[FrameKey]) -> dict[FrameKey, memoryview]:
+        self._stumble()
+        found = {key: self.frames[key] for key in keys if key in self.frames}
         if self.fault == "lost":
-            return None
-        return frame[:-4] if self.fault == "truncated" and frame is not None else frame
+            return {}
+        if self.fault == "truncated":
+            found = {key: frame[:-4] for key, frame in found.items()}
+        if self.fault == "corrupted":
+            found = {key: frame[:-1] + bytes([frame[-1] ^ 1]) for key, frame in found.items()}
+        return {key: memoryview(bytearray(frame)) for key, frame in found.items()}
 
-    def put(self, key: PrefixKey, frame: memoryview) -> list[PrefixKey]:
+    def put(self, frames: Mapping[FrameKey, memoryview]) -> list[FrameKey]:
+        self._stumble()
+        self.frames.update({key: bytes(frame) for key, frame in frames.items()})
+        return []
+
+    def discard(self, keys: Iterable[FrameKey]) -> None:
+        self._stumble()
+        for key in keys:
+            self.frames.pop(key, None)
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(frame[:4] == MAGIC for frame in self.frames.values())  # the others are notes
+
+    def stats(self) -> TierStats:
+        return TierStats(len(self.frames), sum(map(len, self.frames.values())), 0)
+
+    def _stumble(self) -> None:
         if self.fault == "down":
             raise TierUnavailable("the tier is down")
-        return super().put(key, frame)
+        if self.fault == "frozen":
+            self.thawed.wait()
+
+
+class FaultyDisk(FaultyTier, OwnTier):
+    """The same as a tier that knows what it holds."""
+
+    def holds(self, key: FrameKey) -> bool:
+        return key in self.frames
+
+    def heads(self) -> list[Head]:
+        return [read(memoryview(frame)) for frame in self.frames.values() if frame[:4] == MAGIC]
+
+
+def store_of(
+    budget_bytes: int = 10**9,
+    below: Sequence[Tier] = (),
+    deadline_s: float = 5.0,
+    geometry: KVGeometry = GEOMETRY,
+) -> ChunkStore:
+    """A store in memory, on top of other tiers."""
+    metrics = Metrics()
+    tiers = TierStack(MemoryTier(budget_bytes), metrics, deadline_s)
+    store = ChunkStore(ChunkIndex(), tiers, RawCodec(geometry), metrics)
+    for number, tier in enumerate(below):
+        opener = Opener(f"{tier.name}-{number}", lambda tier=tier: tier)
+        tiers.add_below(opener, store.adopt)
+    return store
 
 
 def fill(tier: Tier, names: Iterable[str], size_bytes: int = 10) -> list[PrefixKey]:
     """Put entries under short names; return what was evicted on the way."""
     evicted: list[PrefixKey] = []
     for name in names:
-        evicted += tier.put(PrefixKey(name.encode()), memoryview(bytes(size_bytes)))
+        evicted += tier.put({PrefixKey(name.encode()): memoryview(bytes(size_bytes))})
     return evicted
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import kvboost.engine.engine
 from fakes import WordTokenizer
-from kvboost import cli
+from kvboost.cli import main as cli
 from tiny_models import SUPPORTED, build
 
 pytestmark = pytest.mark.tiny

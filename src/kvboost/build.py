@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
+from kvboost.codecs.base import Codec
+from kvboost.codecs.kivi import Int4Codec, Int8Codec
 from kvboost.codecs.raw import RawCodec
 from kvboost.config import Options
+from kvboost.core import KVGeometry
+from kvboost.errors import ConfigError
 from kvboost.metrics import Metrics
 from kvboost.models.hf import HFModel
 from kvboost.policy.cost import CostModel
@@ -18,7 +22,11 @@ from kvboost.reuse.repair.scored import ScoredRepair
 from kvboost.reuse.repair.selective import SelectiveRepair
 from kvboost.tiers.index import ChunkIndex
 from kvboost.tiers.memory import MemoryTier
+from kvboost.tiers.stack import TierStack
 from kvboost.tiers.store import ChunkStore
+from kvboost.tiers.urls import openers
+
+CODECS: Mapping[int, type[Codec]] = {16: RawCodec, 8: Int8Codec, 4: Int4Codec}
 
 
 @dataclass(frozen=True)
@@ -44,17 +52,37 @@ def build(options: Options, model: HFModel, boundaries: Set[int]) -> Parts:
     """Put an engine's parts together."""
     metrics = Metrics()
     ratios = _ratios(options)
-    tier = MemoryTier(options.max_cache_bytes, options.max_chunks)
     return Parts(
         options=options,
         model=model,
         boundaries=boundaries,
-        store=ChunkStore(ChunkIndex(), tier, RawCodec(model.geometry), metrics),
+        store=build_store(options, model.geometry, metrics),
         repairs={0.0: NoRepair(), **{ratio: build_repair(options, ratio) for ratio in ratios}},
         cost=CostModel(),
         guard=QualityGuard(options.quality_budget, ratios, options.audit_ratio),
         metrics=metrics,
     )
+
+
+def build_store(options: Options, geometry: KVGeometry, metrics: Metrics) -> ChunkStore:
+    """Memory and the tiers below it; waits until these are open, or failed to open for now.
+
+    Raises:
+        ConfigError: a tier can never be opened.
+    """
+    quota_bytes = int(options.tenant_quota * options.max_cache_bytes)
+    memory = MemoryTier(options.max_cache_bytes, options.max_chunks, quota_bytes)
+    deadline_s = options.tier_deadline_ms / 1e3
+    tiers = TierStack(memory, metrics, deadline_s)
+    codec = CODECS[options.kv_cache_bits](geometry)
+    store = ChunkStore(ChunkIndex(), tiers, codec, metrics)
+    try:
+        for opener in openers(options.tier_urls, options.max_disk_bytes, 2 * deadline_s):
+            tiers.add_below(opener, store.adopt)
+    except ConfigError:
+        tiers.close()
+        raise
+    return store
 
 
 def build_repair(options: Options, ratio: float) -> Repair:

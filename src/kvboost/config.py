@@ -6,12 +6,14 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, get_args
 
 from kvboost.core import ReuseMode
 from kvboost.errors import ConfigError
 
 MIB = 2**20
+EXACT_BITS = 16  # of `kv_cache_bits`: as the model computes it, whatever its dtype
 
 
 STRATEGIES = ("sampled", "selective", "cacheblend", "query", "sensitivity", "none")
@@ -80,6 +82,32 @@ class Options:
     max_cache_bytes: int = field(
         default=2048 * MIB, metadata=_about("budget of the memory tier, in bytes", low=1)
     )
+    tenant_quota: float = field(
+        default=1.0,
+        metadata=_about("share of the memory tier that one tenant may hold", low=0.0, high=1.0),
+    )
+    kv_cache_bits: int = field(
+        default=EXACT_BITS,
+        metadata=_about("bits of a stored number: 16 keeps it as it is, 8 and 4 are approximate"),
+    )
+    disk_cache_dir: str | None = field(
+        default=None,
+        metadata=_about("folder of a disk tier below memory, which outlives the process"),
+    )
+    max_disk_bytes: int = field(
+        default=16384 * MIB, metadata=_about("budget of the disk tier, in bytes", low=MIB)
+    )
+    cache_url: str | None = field(
+        default=None,
+        metadata=_about(
+            "tiers below memory, nearest first, separated by blanks: file:///folder, "
+            "redis://host:port, rediss://, unix://, mooncake://host:port"
+        ),
+    )
+    tier_deadline_ms: int = field(
+        default=500,
+        metadata=_about("the most that a request waits for a tier below memory", low=1),
+    )
     max_chunks: int | None = field(
         default=None, metadata=_about("the most chunks to keep in memory; None: no limit", low=1)
     )
@@ -107,6 +135,13 @@ class Options:
                 f"recompute_strategy={self.recompute_strategy!r}: expected one of "
                 f"{', '.join(STRATEGIES)}"
             )
+        if self.kv_cache_bits not in (EXACT_BITS, 8, 4):
+            raise ConfigError(f"kv_cache_bits={self.kv_cache_bits}: expected 16, 8 or 4")
+        if self.deterministic and self.kv_cache_bits != EXACT_BITS:
+            raise ConfigError(
+                f"deterministic=True promises equal bits, kv_cache_bits={self.kv_cache_bits} "
+                "does not keep them"
+            )
         if self.chunk_boundary_window >= self.chunk_size:
             raise ConfigError(
                 f"chunk_boundary_window={self.chunk_boundary_window} must be below "
@@ -120,6 +155,13 @@ class Options:
                 f"chunk_size; got window {self.chunk_boundary_window}, pieces of "
                 f"{self.piece_tokens}, chunks of {self.chunk_size}"
             )
+
+    @property
+    def tier_urls(self) -> str:
+        """All tiers below memory, nearest first."""
+        folder = self.disk_cache_dir
+        disk = "" if folder is None else Path(folder).expanduser().absolute().as_uri()
+        return f"{disk} {self.cache_url or ''}"
 
 
 def option_names() -> list[str]:

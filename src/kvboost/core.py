@@ -52,6 +52,10 @@ TOKEN_BYTES = 4
 """Tokens are compared, hashed and stored as little-endian u32."""
 
 
+Anchor: TypeAlias = tuple[int, int]
+"""A place by which a chunk is found wherever it stands: offset in the chunk, hash."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A piece of the prompt that is stored and found as one."""

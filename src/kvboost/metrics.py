@@ -17,7 +17,10 @@ NAMES = {
     "misses": "chunks that had to be computed",
     "stored_chunks": "chunks put into the store",
     "evicted_chunks": "chunks that left the store to keep its budget",
-    "cache_faults": "cache errors that became misses",
+    "loaded_chunks": "chunks brought into memory from a tier below it",
+    "dropped_writes": "chunks that were not written below memory, because too many waited for it",
+    "tier_faults": "failures and timeouts of tiers below memory, which became misses",
+    "damaged_frames": "frames that did not pass their check, which became misses",
 }
 
 

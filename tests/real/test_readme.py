@@ -36,3 +36,19 @@ def test_the_part_on_documents_runs(
     moved = re.findall(r"(\d+) moved", capsys.readouterr().out)
     assert len(moved) == 2
     assert all(int(count) > 500 for count in moved)
+
+
+@pytest.mark.model
+def test_the_part_on_restarts_runs_and_the_second_process_is_warm(
+    smol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = re.findall(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code = "from kvboost import KVBoost\n" + blocks[2]
+    monkeypatch.chdir(tmp_path)
+    cached = []
+    for _ in range(2):
+        names: dict[str, object] = {}
+        exec(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", smol), names)
+        with names["engine"] as engine:
+            cached.append(engine.generate("One, two, three, four, five. " * 20, 4).cached_tokens)
+    assert cached[0] == 0 and cached[1] > 100

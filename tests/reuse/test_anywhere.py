@@ -10,10 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes import GEOMETRY, FakeModel, FakeSlots, FaultyTier
-from kvboost.codecs.raw import RawCodec
+from fakes import GEOMETRY, FakeModel, FakeSlots, store_of
 from kvboost.core import Chunk, MatchKind, ReusePlan, Span
-from kvboost.metrics import Metrics
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import content_key, derive, namespace
 from kvboost.reuse.lookup import LEAST_MOVED_TOKENS, find, find_moved
@@ -21,8 +19,6 @@ from kvboost.reuse.place import assemble
 from kvboost.reuse.store import commit, commit_approximate
 from kvboost.rope import rotate
 from kvboost.tiers.anchors import SHORTEST_FOUND
-from kvboost.tiers.index import ChunkIndex
-from kvboost.tiers.store import ChunkStore
 
 SPACE = namespace(b"model", "", None)
 SIZE = 32
@@ -30,7 +26,7 @@ SIZE = 32
 
 class Fixture:
     def __init__(self) -> None:
-        self.store = ChunkStore(ChunkIndex(), FaultyTier(10**9), RawCodec(GEOMETRY), Metrics())
+        self.store = store_of()
 
     def keep(self, tokens: list[int], slots: FakeSlots | None = None) -> None:
         chunks = split(tokens, SIZE)
@@ -133,7 +129,7 @@ def test_a_moved_chunk_that_is_gone_leaves_the_others() -> None:
     store.keep(documents[1])
     prompt = text(5, 9) + documents[0] + documents[1] + text(5, 8)
     plan = store.find(prompt)
-    store.store.tier.discard(plan.matches[0].key)
+    store.store.tiers.discard(plan.matches[0].key)
     placed = assemble(plan, FakeSlots(len(prompt)), FakeModel(), store.store)
     assert placed.lost == (plan.matches[0].key,)
     assert placed.plan.matches == plan.matches[1:]

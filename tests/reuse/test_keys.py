@@ -32,10 +32,11 @@ def test_model_tenant_and_shapes_separate_keys() -> None:
         namespace(b"model", "other", None),
         namespace(b"model", "tenant", 512),
         namespace(b"modelt", "enant", None),
+        namespace(b"model", "tenant", None, "int8"),
     }
-    assert len(spaces) == 5
-    assert len({derive(split([1] * 8, 8), space)[0].prefix for space in spaces}) == 5
-    assert len({content_key(b"text", space) for space in spaces}) == 5
+    assert len(spaces) == 6
+    assert len({derive(split([1] * 8, 8), space)[0].prefix for space in spaces}) == 6
+    assert len({content_key(b"text", space) for space in spaces}) == 6
 
 
 def test_keys_are_the_same_in_every_process() -> None:
@@ -54,4 +55,4 @@ def test_keys_are_the_same_in_every_process() -> None:
         for seed in ("1", "2")
     }
     # Pinned: a change of this value makes every stored key a miss and needs an ADR.
-    assert seen == {"e2e19f36dbfa1ecd3b40533102172bbb72d86155ed8f65bc4186d0205a558aa5\n"}
+    assert seen == {"4dd8428285c38d924ffca72e0e0d0c306c090a0a476ca4bc97973a9a3daadb10\n"}

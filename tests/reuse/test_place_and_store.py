@@ -1,29 +1,31 @@
 """The two stages that touch bytes, on a fake buffer: what goes in comes out, faults are misses."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes import GEOMETRY, FakeModel, FakeSlots, FaultyTier
-from kvboost.codecs.raw import RawCodec
+from fakes import GEOMETRY, FakeModel, FakeSlots, store_of
 from kvboost.core import ReusePlan, Span
-from kvboost.metrics import Metrics
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
 from kvboost.reuse.lookup import find
 from kvboost.reuse.place import assemble
 from kvboost.reuse.store import commit
-from kvboost.tiers.index import ChunkIndex
-from kvboost.tiers.store import ChunkStore
 
 SPACE = namespace(b"model", "", None)
 
 
 class Store:
     def __init__(self, budget_bytes: int = 10**6) -> None:
-        self.index, self.tier, self.metrics = ChunkIndex(), FaultyTier(budget_bytes), Metrics()
-        self.all = ChunkStore(self.index, self.tier, RawCodec(GEOMETRY), self.metrics)
+        self.all = store_of(budget_bytes)
+        self.index, self.memory, self.metrics = (
+            self.all.index,
+            self.all.tiers.memory,
+            self.all.metrics,
+        )
 
     def commit(self, tokens: list[int], slots: FakeSlots, window: int = 0) -> None:
         chunks = split(tokens, 8, window, {0})
@@ -50,22 +52,16 @@ def test_rows_come_back_where_they_were() -> None:
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("fault", ["down", "lost", "truncated"])
-def test_a_fault_while_loading_is_a_miss(fault: str) -> None:
+@pytest.mark.parametrize("damage", [lambda f: f[:-4], lambda f: bytes(len(f)), lambda f: b""])
+def test_a_spoiled_frame_is_a_miss_and_forgotten(damage: Callable[[memoryview], bytes]) -> None:
     store, tokens = Store(), list(range(30))
     store.commit(tokens, FakeSlots(30))
-    store.tier.fault = fault
+    first = store.find(tokens).matches[0].key
+    store.memory._frames[first] = memoryview(damage(store.memory.peek(first)))
     assert store.find(tokens).num_reused == 29
     assert store.assemble(tokens, FakeSlots(30)).num_reused == 0
-    assert (store.metrics.snapshot()["cache_faults"] > 0) == (fault != "lost")
-
-
-def test_a_fault_while_storing_is_counted_and_no_more() -> None:
-    store = Store()
-    store.tier.fault = "down"
-    store.commit(list(range(30)), FakeSlots(30))
-    assert store.metrics.snapshot()["cache_faults"] == 1
-    assert store.find(list(range(30))).num_reused == 0
+    assert store.metrics.snapshot()["damaged_frames"] == 1
+    assert not store.memory.holds(first)
 
 
 def test_approximate_rows_are_refused_a_prefix_key() -> None:
@@ -73,24 +69,24 @@ def test_approximate_rows_are_refused_a_prefix_key() -> None:
     slots.exact_stop = 20
     with pytest.raises(ValueError, match="approximate"):
         store.commit(list(range(30)), slots)
-    assert store.tier.stats().num_entries == 0
+    assert store.memory.stats().num_entries == 0
 
 
 def test_a_growing_conversation_keeps_one_copy_of_its_tail() -> None:
     store, tokens = Store(), list(range(60))
     for length in (20, 27, 28, 60, 30):
         store.commit(tokens[:length], FakeSlots(60))
-    assert store.tier.stats().num_entries == len(store.index) == 8  # 7 whole chunks and a tail
+    assert store.memory.stats().num_entries == len(store.index) == 8  # 7 whole chunks and a tail
     assert store.find([*tokens, 1]).num_reused == 60
 
 
 def test_index_and_tier_hold_the_same_when_the_budget_is_small() -> None:
-    one_chunk = 8 * GEOMETRY.bytes_per_token
+    one_chunk = 8 * GEOMETRY.bytes_per_token + 256
     store = Store(budget_bytes=5 * one_chunk)
     for first in range(20):
         tokens = [first, *range(40)]
         store.commit(tokens, FakeSlots(41))
-        held = store.tier.stats().num_entries
+        held = store.memory.stats().num_entries
         assert len(store.index) == held <= 5
         # What is kept of a long prompt is its beginning: the rest is of no use without it.
         assert store.find(tokens).num_reused >= 32
@@ -100,9 +96,9 @@ def test_a_pinned_tail_survives_a_longer_copy() -> None:
     store, tokens = Store(), list(range(30))
     store.commit(tokens[:20], FakeSlots(30))
     tail = derive(split(tokens[:20], 8), SPACE)[-1].prefix
-    assert store.tier.pin([tail], None) == 1
+    assert store.memory.pin([tail], None) == 1
     store.commit(tokens, FakeSlots(30))
-    assert store.tier.get(tail) is not None
+    assert store.memory.holds(tail)
 
 
 @given(st.lists(st.integers(0, 3), min_size=18, max_size=60), st.data())
@@ -121,6 +117,6 @@ def test_pins_over_one_another_keep_the_longest() -> None:
     store, tokens = Store(), list(range(16))
     store.commit(tokens, FakeSlots(16))
     keys = [key.prefix for key in derive(split(tokens, 8), SPACE)]
-    store.tier.pin(keys, ttl_s=None)
-    store.tier.pin(keys, ttl_s=0)
-    assert not store.tier.discard(keys[0])
+    store.memory.pin(keys, ttl_s=None)
+    store.memory.pin(keys, ttl_s=0)
+    assert not store.all.tiers.discard(keys[0])

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import fill
+from kvboost.codecs.frame import OWNER_AT
 from kvboost.core import PrefixKey
 from kvboost.tiers.memory import MemoryTier
 
@@ -31,16 +32,18 @@ def test_budgets_hold_and_sizes_add_up_whatever_is_done(
     for name, number, size in operations:
         key = PrefixKey(bytes([number]))
         if name == "put":
-            for gone in [key, *tier.put(key, memoryview(bytes([number] * size)))]:
+            for gone in [key, *tier.put({key: memoryview(bytes([number] * size))})]:
                 held.pop(gone, None)
-            if tier.get(key) is not None:
+            if tier.holds(key):
                 held[key] = size
         elif name == "get":
-            frame = tier.get(key)
+            frame = tier.get([key]).get(key)
             assert (frame is not None) == (key in held)
             assert frame is None or bytes(frame) == bytes([number] * held[key])
-        elif name == "discard" and tier.discard(key):
-            held.pop(key, None)
+        elif name == "discard":
+            tier.discard([key])
+            if not tier.holds(key):
+                held.pop(key, None)
         elif name == "pin":
             tier.pin([key], ttl_s=None)
         stats = tier.stats()
@@ -51,24 +54,16 @@ def test_budgets_hold_and_sizes_add_up_whatever_is_done(
 def test_what_was_used_again_outlives_what_was_only_stored() -> None:
     tier = MemoryTier(budget_bytes=40)
     fill(tier, "abc")
-    tier.get(PrefixKey(b"a"))
-    assert fill(tier, "defgh") == [b"b", b"c", b"d", b"e"]
-    assert tier.get(PrefixKey(b"a")) is not None
-
-
-def test_protection_ends_for_what_is_not_used_for_long() -> None:
-    tier = MemoryTier(budget_bytes=50)
-    fill(tier, "abcde")
-    for name in b"abcde":
-        tier.get(PrefixKey(bytes([name])))
-    assert fill(tier, "f") == [b"a"]
+    tier.get([PrefixKey(b"a")])
+    assert fill(tier, "defg") == [b"b", b"c", b"d"]
+    assert tier.holds(PrefixKey(b"a"))
 
 
 def test_a_frame_larger_than_the_budget_is_refused() -> None:
     tier = MemoryTier(budget_bytes=20)
     fill(tier, "a")
     assert fill(tier, "x", size_bytes=21) == [b"x"]
-    assert tier.get(PrefixKey(b"a")) is not None
+    assert tier.holds(PrefixKey(b"a"))
 
 
 def test_a_pin_keeps_its_entry_until_it_runs_out() -> None:
@@ -77,7 +72,7 @@ def test_a_pin_keeps_its_entry_until_it_runs_out() -> None:
     fill(tier, "ab")
     assert tier.pin([PrefixKey(b"a"), PrefixKey(b"-")], ttl_s=5) == 1
     assert fill(tier, "c") == [b"b"]
-    assert tier.stats().num_pinned == 1
+    assert tier.num_pinned == 1
     clock.now = 6
     assert fill(tier, "d") == [b"a"]
 
@@ -87,7 +82,7 @@ def test_nothing_is_kept_where_pins_leave_no_room() -> None:
     fill(tier, "ab")
     tier.pin([PrefixKey(b"a"), PrefixKey(b"b")], ttl_s=None)
     assert fill(tier, "c") == [b"c"]
-    assert tier.get(PrefixKey(b"a")) is not None and tier.get(PrefixKey(b"b")) is not None
+    assert tier.holds(PrefixKey(b"a")) and tier.holds(PrefixKey(b"b"))
 
 
 def test_threads_do_not_break_the_budget() -> None:
@@ -96,7 +91,7 @@ def test_threads_do_not_break_the_budget() -> None:
     def work(seed: int) -> None:
         for step in range(300):
             fill(tier, [f"{(seed * step) % 37}"], size_bytes=7)
-            tier.get(PrefixKey(str(step % 37).encode()))
+            tier.get([PrefixKey(str(step % 37).encode())])
             over.append(tier.stats().size_bytes > 100)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 9)]
@@ -105,3 +100,33 @@ def test_threads_do_not_break_the_budget() -> None:
     for thread in threads:
         thread.join()
     assert not any(over) and len(over) == 2400
+
+
+def owned(owner: int, size_bytes: int = 1000) -> memoryview:
+    """A frame of which no more is true than whose it is."""
+    head = bytearray(size_bytes)
+    start = OWNER_AT
+    head[start : start + 32] = bytes([owner]) * 32
+    return memoryview(head)
+
+
+def test_who_is_over_quota_makes_room_from_what_is_his_own() -> None:
+    tier = MemoryTier(budget_bytes=10_000, quota_bytes=3_000)
+    for number in range(3):
+        tier.put({PrefixKey(b"b%d" % number): owned(2)})
+    evicted = [tier.put({PrefixKey(b"a%d" % number): owned(1)}) for number in range(5)]
+    assert evicted == [[], [], [], [b"a0"], [b"a1"]]
+    assert all(tier.holds(PrefixKey(b"b%d" % number)) for number in range(3))
+    assert tier.put({PrefixKey(b"large"): owned(1, 3_001)}) == [b"large"]
+
+
+def test_what_is_held_stays_until_it_is_released() -> None:
+    tier = MemoryTier(budget_bytes=20)
+    fill(tier, "ab")
+    tier.hold(PrefixKey(b"a"))
+    tier.hold(PrefixKey(b"a"))
+    assert fill(tier, "c") == [b"b"]
+    tier.release(PrefixKey(b"a"))
+    assert fill(tier, "d") == [b"c"]
+    tier.release(PrefixKey(b"a"))
+    assert fill(tier, "e") == [b"a"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
+
+from kvboost.core import KVGeometry
 
 if TYPE_CHECKING:
     import torch
@@ -13,24 +15,31 @@ if TYPE_CHECKING:
     """One tensor [planes, heads, tokens, head_dim] for each plane group of the geometry."""
 
 
+CODEC_NAMES = {0: "raw", 1: "int8", 2: "int4"}
+"""By the number in the frame; a number is never given to another format."""
+
+
 class Codec(ABC):
-    """Turns a chunk's K/V into bytes and back. Stateless but for the model's geometry."""
+    """Turns a chunk's K/V into the payload of a frame and back."""
+
+    number: ClassVar[int]
+
+    @property
+    def name(self) -> str:
+        """As in `CODEC_NAMES`."""
+        return CODEC_NAMES[self.number]
+
+    def __init__(self, geometry: KVGeometry) -> None:
+        self.geometry = geometry
 
     @abstractmethod
-    def encode(self, kv: KV, sensitivity: bytes = b"") -> memoryview:
-        """Copy `kv` into bytes of its own; the caller may overwrite `kv` afterwards.
-
-        `sensitivity` is a byte for each token: how much its K/V depends on its context.
-        """
+    def size(self, num_tokens: int) -> int:
+        """Bytes of the payload of that many tokens."""
 
     @abstractmethod
-    def decode(self, frame: memoryview, num_tokens: int) -> KV:
-        """The K/V of `num_tokens` tokens, possibly as views of `frame`: read, never written.
-
-        Raises:
-            CacheError: the bytes cannot be the K/V of that many tokens.
-        """
+    def encode(self, kv: KV, payload: memoryview) -> None:
+        """Fill `payload`, of the right size; the caller may overwrite `kv` afterwards."""
 
     @abstractmethod
-    def sensitivity(self, frame: memoryview, num_tokens: int) -> bytes:
-        """What `encode` was given as sensitivity."""
+    def decode(self, payload: memoryview, num_tokens: int) -> KV:
+        """The K/V, possibly as views of a `payload` of the right size: read, never written."""

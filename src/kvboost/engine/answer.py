@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from kvboost.engine.worker import Idle, Later
 
+log = logging.getLogger(__name__)
+
 
 def answer(
     request: Request, parts: Parts, tokenizer: PreTrainedTokenizerBase
@@ -28,6 +31,8 @@ def answer(
     """Generate, and return the result with the work of storing its K/V, to be done later."""
     if request.cancelled.is_set():
         raise CancelledError("cancelled while it waited")
+    if request.loading is not None and request.loading.exception() is not None:
+        log.error("loading failed, going on without", exc_info=request.loading.exception())
     model = parts.model
     watch = StepWatch(request.cancelled.is_set)
     arguments = {"tokenizer": tokenizer, **request.arguments}  # the tokenizer is for stop strings

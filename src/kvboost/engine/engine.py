@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,8 @@ from kvboost.config import check_reuse, make_options, option_names
 from kvboost.core import ReuseMode
 from kvboost.engine.answer import answer
 from kvboost.engine.explain import explain
+from kvboost.engine.prefill import Terms, bring, warm_up
 from kvboost.engine.prefill import pin as pin_chunks
-from kvboost.engine.prefill import warm_up
 from kvboost.engine.request import Request
 from kvboost.engine.results import (
     CorrectnessReport,
@@ -31,7 +31,7 @@ from kvboost.engine.stream import Event, TextStream, text_of
 from kvboost.engine.texts import PREFACE, chat_tokens, texts_to_warm, tokens_of
 from kvboost.engine.verify import PROMPTS, verify, verify_moved
 from kvboost.engine.worker import Worker
-from kvboost.errors import ConfigError, UnsupportedModel
+from kvboost.errors import ConfigError, KVBoostError, UnsupportedModel
 from kvboost.models.hf import HFModel
 from kvboost.models.load import MODEL_ONLY, SHARED, boundary_tokens, load
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from kvboost.engine.texts import Messages, Prompt
 
 DEFAULT_NEW_TOKENS = 64
+NUM_LOADERS = 4  # requests for which tiers below memory are asked at once
+FLUSH_S = 60.0  # what `flush` waits for these tiers
 MANY_TEXTS = 8  # from here on `warm` shows its progress
 REFUSED = {
     "attention_mask": "a prompt has no padding here",
@@ -82,7 +84,14 @@ class KVBoost:
         except UnsupportedModel:
             self._worker.close()
             raise
-        self._parts = build(self._options, hosted, boundaries)
+        try:
+            self._parts = build(self._options, hosted, boundaries)
+        except BaseException:
+            hosted.release()
+            self._worker.close()
+            raise
+        self._worker.at_end(self._parts.store.tiers.close)
+        self._loader = ThreadPoolExecutor(NUM_LOADERS, "kvboost-load")
 
     @classmethod
     def from_pretrained(cls, model: str, *, device: str | None = None, **arguments: Any) -> KVBoost:
@@ -232,7 +241,10 @@ class KVBoost:
             num_computed += self._worker.call(work)
             num_tokens += len(tokens)
             if pin:
-                num_pinned += pin_chunks(before + tokens, self._parts, tenant=tenant, ttl_s=ttl_s)
+                pinning = partial(
+                    pin_chunks, before + tokens, self._parts, tenant=tenant, ttl_s=ttl_s
+                )
+                num_pinned += self._worker.call(pinning)
         total_ms = 1e3 * (time.perf_counter() - started)
         return WarmResult(len(texts), num_tokens, num_computed, num_pinned, total_ms)
 
@@ -286,14 +298,15 @@ class KVBoost:
 
     def cache_stats(self) -> dict[str, Any]:
         """Sizes and counts since the engine was made, at once: `flush` first to miss nothing."""
-        counts, tier = self._parts.metrics.snapshot(), self._parts.store.tier.stats()
+        counts, tiers = self._parts.metrics.snapshot(), self._parts.store.tiers
+        memory = tiers.memory.stats()
         exact, moved = counts["exact_hits"], counts["moved_hits"]
         chunks = max(1, exact + moved + counts["misses"])
         return {
-            "hot_chunks": tier.num_entries,
-            "hot_memory_mb": tier.size_bytes / 2**20,
-            "budget_mb": tier.budget_bytes / 2**20,
-            "pinned_chunks": tier.num_pinned,
+            "hot_chunks": memory.num_entries,
+            "hot_memory_mb": memory.size_bytes / 2**20,
+            "budget_mb": memory.budget_bytes / 2**20,
+            "pinned_chunks": tiers.memory.num_pinned,
             "cache_hits": exact + moved,
             "approximate_hits": moved,
             "cache_misses": counts["misses"],
@@ -301,16 +314,19 @@ class KVBoost:
             "exact_hit_rate": exact / chunks,
             "index_mb": self._parts.store.index.size_bytes / 2**20,
             "quality": self._parts.guard.snapshot(),
+            "tiers": tiers.stats(),
             **counts,
         }
 
     def flush(self) -> None:
         """Wait until what earlier calls computed is stored and their audits are done."""
         self._worker.drain()
+        self._parts.store.tiers.flush(FLUSH_S)
 
     def close(self) -> None:
         """Finish storing and give the model back as it was."""
         self._worker.close()
+        self._loader.shutdown()
         self._parts.model.release()
 
     def __enter__(self) -> KVBoost:
@@ -360,6 +376,13 @@ class KVBoost:
         reply.add_done_callback(lambda done: put(done.exception() or done.result()))
 
     def _submit(self, request: Request) -> Future[GenerationResult]:
+        if self._parts.store.tiers.is_deep and request.reuse != "off":
+            terms = Terms(request.reuse, request.tenant)
+            try:
+                loading = self._loader.submit(bring, request.tokens, self._parts, terms)
+            except RuntimeError:
+                raise KVBoostError("the engine is closed") from None
+            request = replace(request, loading=loading)
         return self._worker.submit(partial(answer, request, self._parts, self.tokenizer))
 
     def _run(self, request: Request) -> GenerationResult:

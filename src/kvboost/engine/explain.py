@@ -13,6 +13,7 @@ from kvboost.core import TOKEN_BYTES, Chunk, ChunkKeys, MatchKind, Namespace, Sp
 from kvboost.engine.answer import terms_of, why_not
 from kvboost.engine.prefill import (
     Terms,
+    bring,
     dropped,
     look_up,
     named_chunks,
@@ -36,6 +37,8 @@ def explain(request: Request, parts: Parts, *, across_tenants: bool) -> ReuseRep
     tokens = request.tokens
     refusal = why_not(request, parts.model, len(tokens))
     terms, note = terms_of(request, parts, is_refused=bool(refusal))
+    if terms.reuse != "off":
+        bring(tokens, parts, terms)
     found = look_up(tokens, parts, terms)
     wanted = worthwhile(found, parts, terms)
     ask = partial(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvboost.build import Parts
 from kvboost.core import Chunk, ChunkKeys, MatchKind, Namespace, ReuseMode, ReusePlan, Span
@@ -22,6 +25,7 @@ from kvboost.reuse.store import commit, commit_approximate
 if TYPE_CHECKING:
     import torch
 
+LEAST_PATIENCE_S = 0.1  # with a tier below memory: threads of a busy machine may be that late
 FIRST_NEW_ROWS = 1024  # room for the answer to start with; buffers grow when it is longer
 
 
@@ -83,10 +87,27 @@ def prefill(tokens: Sequence[int], parts: Parts, terms: Terms, *, capacity: int)
     )
 
 
+def bring(tokens: Sequence[int], parts: Parts, terms: Terms) -> None:
+    """Load into memory what tiers below it have of `tokens`, while a request waits for its turn.
+
+    No tier is waited for longer than computing all of it is expected to take, but for a moment.
+    """
+    if not parts.store.tiers.is_deep:
+        return
+    full_s = parts.cost.predict(Work.of(len(tokens), len(tokens), 0)) or math.inf
+    patience = parts.store.tiers.patience(max(full_s, LEAST_PATIENCE_S))
+    chunks, keys, space = named_chunks(tokens, parts, terms.tenant)
+    parts.store.bring_prefix(keys, patience)
+    if terms.reuse == "auto":
+        known = find(chunks, keys, parts.store.index).num_reused
+        parts.store.bring_moved(np.asarray(tokens[known:], dtype="<u4"), space, patience)
+
+
 def look_up(tokens: Sequence[int], parts: Parts, terms: Terms) -> ReusePlan:
     """What the store holds of `tokens`: the exact prefix and, if allowed, the rest anywhere."""
     if terms.reuse == "off":
         return ReusePlan(len(tokens))
+    parts.store.settle()
     chunks, keys, space = named_chunks(tokens, parts, terms.tenant)
     plan = find(chunks, keys, parts.store.index, granularity=parts.piece_tokens or 1)
     # Pieces of fixed shape promise equal bits, which moved K/V cannot keep.
@@ -166,6 +187,7 @@ def warm_up(text: list[int], parts: Parts, *, before: list[int], tenant: str) ->
     tokens = before + text
     if parts.model.refusal or parts.model.is_alone(len(tokens)):
         return 0
+    bring(tokens, parts, Terms("exact", tenant))
     prefilled = prefill(tokens, parts, Terms("exact", tenant), capacity=len(tokens))
     complete(prefilled, tokens, parts)
     parts.cost.observe(prefilled.work, time.perf_counter() - prefilled.started_at)
@@ -183,7 +205,7 @@ def warm_up(text: list[int], parts: Parts, *, before: list[int], tenant: str) ->
 def pin(tokens: list[int], parts: Parts, *, tenant: str, ttl_s: float | None) -> int:
     """Keep the stored chunks of `tokens` from leaving; return how many they are."""
     matches = look_up(tokens, parts, Terms("exact", tenant)).matches
-    return parts.store.tier.pin([match.key for match in matches], ttl_s)
+    return parts.store.tiers.pin([match.key for match in matches], ttl_s)
 
 
 def named_chunks(
@@ -204,4 +226,5 @@ def _split(tokens: Sequence[int], parts: Parts, first: int = 0) -> list[Chunk]:
 
 
 def _space(parts: Parts, tenant: str) -> Namespace:
-    return namespace(parts.model.fingerprint, tenant, parts.piece_tokens)
+    codec = parts.store.codec.name
+    return namespace(parts.model.fingerprint, tenant, parts.piece_tokens, codec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ class Request:
     arguments: dict[str, Any]  # for Transformers' generate()
     started_at: float = field(default_factory=time.perf_counter)
     emit: Callable[[str], None] | None = None  # gets the text as it comes
+    loading: Future[None] | None = None  # of what tiers below memory have of the prompt
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def streamed(self, emit: Callable[[str], None], cancelled: threading.Event) -> Request:

@@ -44,7 +44,8 @@ class Worker:
             target=_loop, args=(self._jobs, self._idle, quiet_s), name="kvboost", daemon=True
         )
         self._thread.start()
-        self._end = weakref.finalize(self, _finish, self._jobs, self._thread)
+        self._endings: list[Callable[[], None]] = []
+        self._end = weakref.finalize(self, _finish, self._jobs, self._thread, self._endings)
 
     def call(self, work: Callable[[], T]) -> T:
         """Do `work` on the thread and wait for it."""
@@ -57,6 +58,10 @@ class Worker:
         reply: Future[T] = Future()
         self._queue(partial(_deliver, reply, work, self._idle))
         return reply
+
+    def at_end(self, ending: Callable[[], None]) -> None:
+        """Call something when the thread has ended; it must not refer to the worker."""
+        self._endings.append(ending)
 
     def drain(self) -> None:
         """Wait until all work that was queued before is done, idle work too."""
@@ -93,11 +98,13 @@ def _loop(jobs: Jobs, idle: deque[Idle], quiet_s: float) -> None:
         del job  # or it would keep the last request alive until the next one
 
 
-def _finish(jobs: Jobs, thread: threading.Thread) -> None:
+def _finish(jobs: Jobs, thread: threading.Thread, endings: list[Callable[[], None]]) -> None:
     """End the thread; also called when the worker was dropped or Python ends."""
     jobs.put(None)
     if thread is not threading.current_thread():
         thread.join()
+    for ending in endings:
+        ending()
 
 
 def _deliver(reply: Future[T], work: Callable[[], tuple[T, Later]], idle: deque[Idle]) -> None:

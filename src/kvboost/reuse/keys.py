@@ -8,14 +8,17 @@ from hashlib import sha256
 from kvboost.core import Chunk, ChunkKeys, ContentKey, Namespace, PrefixKey
 
 
-def namespace(fingerprint: bytes, tenant: str, piece_tokens: int | None) -> Namespace:
+def namespace(
+    fingerprint: bytes, tenant: str, piece_tokens: int | None, codec: str = "raw"
+) -> Namespace:
     """Everything that must agree before two prompts may share K/V.
 
     `piece_tokens` is the piece size of deterministic prefill (None: any shape): K/V computed in
-    other shapes differs in its last bits.
+    other shapes differs in its last bits. `codec` is how K/V is stored: what was rounded must not
+    pass for what was not.
     """
     digest = sha256(b"kvboost/1")
-    for part in (fingerprint, tenant.encode(), str(piece_tokens).encode()):
+    for part in (fingerprint, tenant.encode(), str(piece_tokens).encode(), codec.encode()):
         digest.update(len(part).to_bytes(4, "little") + part)
     return Namespace(digest.digest())
 

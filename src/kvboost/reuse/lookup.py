@@ -87,7 +87,7 @@ def _head_of_child(rest: Sequence[Chunk], key: ChunkKeys, index: ChunkIndex) -> 
     # Two chunks are enough to meet a stored one that is longer than ours (cuts can move).
     tokens = b"".join(chunk.tokens for chunk in rest[:2])
     entry, num_shared = index.nearest_child(key.parent, tokens)
-    if entry is None or num_shared == 0:
+    if entry is None or num_shared == 0 or entry.prefix is None:
         return []
     start = rest[0].span.start
     return [_exact(Span(start, start + num_shared), entry)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from kvboost.codecs.frame import decode, read
 from kvboost.core import FrameKey, Match, MatchKind, ReusePlan
 from kvboost.errors import CacheError
 from kvboost.rope import move
@@ -15,6 +17,8 @@ from kvboost.tiers.store import ChunkStore
 
 if TYPE_CHECKING:
     from kvboost.models.base import CausalModel, Slots
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,26 +36,22 @@ def assemble(plan: ReusePlan, slots: Slots, model: CausalModel, store: ChunkStor
     An exact match holds only on top of all matches before it, so the first one that is gone or
     broken ends the exact ones. Moved ones stand each for itself.
     """
-    frames: dict[FrameKey, memoryview | None] = {}
-    for match in reversed(plan.matches):
-        # Last first, so that the beginning of the prompt counts as used most recently.
-        if match.key not in frames:
-            frames[match.key] = _fetch(match, store)
+    loaded = store.tiers.get(list(dict.fromkeys(match.key for match in plan.matches)))
     placed: list[Match] = []
     lost: list[FrameKey] = []
     sensitivities = np.zeros(plan.num_tokens, np.float32)
     for match in plan.matches:
         if match.kind is MatchKind.EXACT and lost:
             continue
-        frame = frames[match.key]
-        if frame is not None and _place(match, frame, slots, store):
-            placed.append(match)
-            known = store.codec.sensitivity(frame, match.num_tokens)
-            if known:
-                part = np.frombuffer(known, np.uint8)[match.offset :][: len(match.span)]
-                sensitivities[match.span.start : match.span.stop] = part
-        else:
+        frame = loaded.get(match.key)
+        known = None if frame is None else _place(match, frame, slots, store)
+        if known is None:
             lost.append(match.key)
+            continue
+        placed.append(match)
+        if known:
+            part = np.frombuffer(known, np.uint8)[match.offset :][: len(match.span)]
+            sensitivities[match.span.start : match.span.stop] = part
     came_true = ReusePlan(plan.num_tokens, tuple(placed))
     for run in came_true.runs:
         if run.kind is MatchKind.MOVED:
@@ -60,20 +60,16 @@ def assemble(plan: ReusePlan, slots: Slots, model: CausalModel, store: ChunkStor
     return Placed(came_true, tuple(lost), sensitivities)
 
 
-def _fetch(match: Match, store: ChunkStore) -> memoryview | None:
+def _place(match: Match, source: memoryview, slots: Slots, store: ChunkStore) -> bytes | None:
+    """Write a match's rows; what is known of their sensitivity, or None if the frame is no good."""
     try:
-        return store.tier.get(match.key)
+        head = read(source)
+        whole = decode(source, head, store.codec)
     except CacheError as error:
-        store.note_fault(error)
+        log.warning("a stored frame cannot be used: %s", error)
+        store.metrics.add("damaged_frames")
+        store.tiers.discard(match.key)
         return None
-
-
-def _place(match: Match, frame: memoryview, slots: Slots, store: ChunkStore) -> bool:
-    try:
-        whole = store.codec.decode(frame, match.num_tokens)
-    except CacheError as error:
-        store.note_fault(error)
-        return False
     kv = [part[:, :, match.offset : match.offset + len(match.span)] for part in whole]
     slots.write(match.span, kv)
-    return True
+    return head.sensitivity

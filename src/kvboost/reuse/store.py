@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvboost.core import Chunk, ChunkKeys, ContentKey, Entry, FrameKey, Namespace, Provenance
-from kvboost.errors import CacheError
+from kvboost.codecs.frame import write
+from kvboost.core import Anchor, Chunk, ChunkKeys, ContentKey, Entry, Namespace, Provenance
 from kvboost.tiers import anchors
 from kvboost.tiers.store import ChunkStore
 
@@ -38,12 +38,13 @@ def commit(
         Entry(chunk.tokens, Provenance.EXACT, key.prefix, None, key.parent, chunk.span.start, space)
         for chunk, key in zip(chunks, keys, strict=True)
     ]
-    is_last_extended = bool(chunks) and index.has_extension(keys[-1].parent, chunks[-1].tokens)
-    wanted = entries[:-1] if is_last_extended else entries
+    longer = index.extension(keys[-1].parent, chunks[-1].tokens) if chunks else None
+    is_there = longer is not None and store.tiers.has_at_hand(longer.key)
+    wanted = entries[:-1] if is_there else entries
     for entry in _put_new(slots, chunks, wanted, store, sensitivities):
         assert entry.parent is not None
         shorter = index.childless_head(entry.parent, entry.tokens)
-        if shorter is not None and store.tier.discard(shorter):
+        if shorter is not None and store.tiers.discard(shorter):
             index.remove(shorter)
 
 
@@ -71,40 +72,41 @@ def _put_new(
     sensitivities: bytes = b"",
 ) -> list[Entry]:
     """Store the entries that the store does not hold yet, and return them."""
-    new: dict[FrameKey, Entry] = {}
-    try:
-        # Last chunk first: the tier forgets the oldest first, and a chunk is of no use without
-        # the ones before it.
-        for chunk, entry in reversed(list(zip(chunks, entries, strict=False))):
-            if store.index.get(entry.key) is None:
-                known = sensitivities[chunk.span.start : chunk.span.stop]
-                frame = store.codec.encode(slots.read(chunk.span), known)
-                evicted = store.tier.put(entry.key, frame)
-                new[entry.key] = entry
-                for gone in evicted:
-                    new.pop(gone, None)
-                store.note_evicted(key for key in evicted if key != entry.key)
-                store.metrics.add("stored_chunks", entry.key in new)
-                store.metrics.add("evicted_chunks", len(evicted) - (entry.key in evicted))
-    except CacheError as error:
-        store.note_fault(error)
-    for entry, words in zip(entries, _anchors_by_chunk(chunks, entries), strict=True):
-        if entry.key in new or store.index.get(entry.key) is not None:
+    new: list[Entry] = []
+    # Last chunk first: the tier forgets the oldest first, and a chunk is of no use without the
+    # ones before it.
+    anchors_of = dict(zip(entries, _anchors_by_chunk(chunks, entries), strict=True))
+    for chunk, entry in reversed(list(zip(chunks, entries, strict=False))):
+        if store.has(entry.key):
+            continue
+        known = sensitivities[chunk.span.start : chunk.span.stop]
+        with store.writing:
+            frame = write(entry, slots.read(chunk.span), store.codec, known, anchors_of[entry])
+            if store.tiers.put(entry.key, frame):
+                new.append(entry)
+            del frame
+    new = [entry for entry in reversed(new) if store.tiers.holds(entry.key)]
+    store.tiers.send_below(entry.key for entry in new)
+    store.metrics.add("stored_chunks", len(new))
+    store.settle()
+    store.tiers.raise_mapped()
+    for entry, words in anchors_of.items():
+        if store.tiers.holds(entry.key):
             store.index.add(entry, words)
-    return list(new.values())
+    for entry in new:
+        store.publish(entry, anchors_of[entry])
+    return new
 
 
-def _anchors_by_chunk(
-    chunks: Sequence[Chunk], entries: Sequence[Entry]
-) -> list[list[tuple[int, int]]]:
-    """The anchors that start in the chunk of each entry, as (offset, hash)."""
+def _anchors_by_chunk(chunks: Sequence[Chunk], entries: Sequence[Entry]) -> list[list[Anchor]]:
+    """The anchors that start in the chunk of each entry."""
     if not entries:
         return []
     tokens = np.frombuffer(b"".join(chunk.tokens for chunk in chunks), dtype="<u4")
     places, hashes = anchors.pick(tokens, anchors.salt(entries[0].space))
     starts = np.array([chunk.span.start for chunk in chunks]) - chunks[0].span.start
     owners = np.searchsorted(starts, places, side="right") - 1
-    found: list[list[tuple[int, int]]] = [[] for _ in chunks]
+    found: list[list[Anchor]] = [[] for _ in chunks]
     for owner, place, anchor in zip(owners.tolist(), places.tolist(), hashes.tolist(), strict=True):
         found[owner].append((place - int(starts[owner]), anchor))
     return found[: len(entries)]

@@ -1,54 +1,70 @@
-"""The `Tier` contract: key -> bytes, bounded in size."""
+"""The `Tier` contract: key -> frame, bounded in size."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
+from kvboost.codecs.frame import Head
 from kvboost.core import FrameKey
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """The size of a tier at one moment."""
+    """The size of a tier at one moment, as far as it is known here."""
 
     num_entries: int
     size_bytes: int
     budget_bytes: int
-    num_pinned: int
 
 
 class Tier(ABC):
     """A bounded map from key to bytes. Safe to call from several threads.
 
-    `get`, `put` and `discard` may raise `TierUnavailable`, which callers treat as a miss; `pin`
-    and `stats` do not raise.
+    `get`, `put` and `discard` may raise `TierUnavailable` at any time, which callers treat as a
+    miss. Bytes are opaque here: whoever reads them from outside of this process checks them.
     """
 
-    @abstractmethod
-    def get(self, key: FrameKey) -> memoryview | None:
-        """The bytes last put under `key`, or None. Counts as a use; they are not to be written."""
+    name: ClassVar[str]
 
     @abstractmethod
-    def put(self, key: FrameKey, frame: memoryview) -> list[FrameKey]:
-        """Keep `frame`, which the caller gives away, and return the keys that left to make room.
+    def get(self, keys: Sequence[FrameKey]) -> dict[FrameKey, memoryview]:
+        """What is stored under those of `keys` that are here; not to be written."""
 
-        The budget holds at every moment. Where it leaves no room, `key` itself is among the
-        returned keys and nothing was kept.
+    @abstractmethod
+    def put(self, frames: Mapping[FrameKey, memoryview]) -> list[FrameKey]:
+        """Keep frames, and return the keys that left to make room, as far as that is known.
+
+        A frame that found no room is among them. When it returns, what was kept is there for
+        everybody who shares the tier, and outlives this process if the tier does.
         """
 
     @abstractmethod
-    def discard(self, key: FrameKey) -> bool:
-        """Forget `key` unless it is pinned; whether it is gone now."""
-
-    @abstractmethod
-    def pin(self, keys: Iterable[FrameKey], ttl_s: float | None) -> int:
-        """Keep those of `keys` that are here from leaving, for `ttl_s` seconds or for good.
-
-        Returns how many were pinned.
-        """
+    def discard(self, keys: Iterable[FrameKey]) -> None:
+        """Forget keys."""
 
     @abstractmethod
     def stats(self) -> TierStats:
-        """Sizes now."""
+        """Sizes now; does not raise and does not wait."""
+
+    def close(self) -> None:
+        """Let go of files and connections."""
+        return
+
+
+class OwnTier(Tier):
+    """A tier that only this process writes, and that knows what it holds."""
+
+    @abstractmethod
+    def holds(self, key: FrameKey) -> bool:
+        """Whether `key` is here, without reading it."""
+
+    def hint(self, keys: Iterable[FrameKey]) -> None:
+        """Keys that will be asked for soon; does not wait."""
+        return
+
+    def heads(self) -> Iterable[Head]:
+        """What the frames that are here say of themselves; damaged ones are left out."""
+        return ()

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvboost.core import (
     TOKEN_BYTES,
+    Anchor,
     ContentKey,
     Entry,
     FrameKey,
@@ -77,8 +78,8 @@ class ChunkIndex:
             row = self._row(key)
             return None if row is None else self._entry(row)
 
-    def add(self, entry: Entry, anchors_in_it: Iterable[tuple[int, int]] = ()) -> None:
-        """Make an entry findable; `anchors_in_it` are (offset, hash) from `anchors.pick`.
+    def add(self, entry: Entry, anchors_in_it: Iterable[Anchor] = ()) -> None:
+        """Make an entry findable; `anchors_in_it` come from `anchors.pick`.
 
         Of two entries that say the same the older one is found by its words, unless only the
         newer one is exact. An entry that is known is given the anchors that lead nowhere now.
@@ -141,10 +142,10 @@ class ChunkIndex:
                     best, most = row, num_shared
             return (None if best is None else self._entry(best)), most
 
-    def has_extension(self, parent: FrameKey, tokens: bytes) -> bool:
-        """Whether a chunk after `parent` starts with all of `tokens`."""
+    def extension(self, parent: FrameKey, tokens: bytes) -> Entry | None:
+        """A chunk after `parent` that starts with all of `tokens`, if there is one."""
         entry, _ = self.nearest_child(parent, tokens)
-        return entry is not None and entry.tokens.startswith(tokens)
+        return entry if entry is not None and entry.tokens.startswith(tokens) else None
 
     def childless_head(self, parent: FrameKey, tokens: bytes) -> FrameKey | None:
         """The chunk sorted just before `tokens`, if it is their head and nothing builds on it."""

@@ -5,63 +5,117 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from kvboost.core import FrameKey
-from kvboost.tiers.base import Tier, TierStats
-from kvboost.tiers.eviction import SegmentedLRU
+from kvboost.codecs.frame import space_of
+from kvboost.core import FrameKey, Namespace
+from kvboost.tiers.base import OwnTier, TierStats
+from kvboost.tiers.eviction import ReuseDensity
 
 
-class MemoryTier(Tier):
+@dataclass
+class _Hold:
+    size_bytes: int
+    count: int = 0
+
+
+class MemoryTier(OwnTier):
     """The hot tier of one process."""
+
+    name = "memory"
 
     def __init__(
         self,
         budget_bytes: int,
         max_entries: int | None = None,
+        quota_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`quota_bytes` is what one namespace may hold of the budget."""
         self._budget_bytes = budget_bytes
         self._max_entries = math.inf if max_entries is None else max_entries
+        self._quota_bytes = budget_bytes if quota_bytes is None else quota_bytes
         self._clock = clock
         self._lock = threading.Lock()
         self._frames: dict[FrameKey, memoryview] = {}
         self._size_bytes = 0
-        self._eviction = SegmentedLRU(budget_bytes)
+        self._held_bytes: Counter[Namespace] = Counter()
+        self._eviction = ReuseDensity(budget_bytes)
         self._pinned_until: dict[FrameKey, float] = {}
+        self._holds: dict[FrameKey, _Hold] = {}
+        self._on_hold_bytes = 0
 
-    def get(self, key: FrameKey) -> memoryview | None:
-        """The frame itself, not a copy."""
-        with self._lock:
-            frame = self._frames.get(key)
-            if frame is not None:
-                self._eviction.use(key)
-            return frame
+    def get(self, keys: Sequence[FrameKey]) -> dict[FrameKey, memoryview]:
+        """The frames themselves, not copies.
 
-    def put(self, key: FrameKey, frame: memoryview) -> list[FrameKey]:
-        """Evict until the frame fits; refuse it if pinned entries leave no room."""
+        Counts as a use of each, of the first as the latest: a prompt is of no use without its
+        beginning.
+        """
         with self._lock:
-            self._drop(key)
-            evicted = self._victims_for(frame.nbytes)
-            if evicted is None:
-                return [key]
-            for victim in evicted:
-                self._drop(victim)
-            self._frames[key] = frame
-            self._size_bytes += frame.nbytes
-            self._eviction.add(key, frame.nbytes)
-            return evicted
+            found = {key: self._frames[key] for key in keys if key in self._frames}
+            self._eviction.use(reversed(found))
+            return found
 
-    def discard(self, key: FrameKey) -> bool:
-        """Forget `key` unless it is pinned; whether it is gone now."""
+    def put(self, frames: Mapping[FrameKey, memoryview]) -> list[FrameKey]:
+        """Evict what is worth least until all fits, which may be a frame that just came.
+
+        The caller gives the frames away. The budget holds at every moment.
+        """
         with self._lock:
-            if self._is_pinned(key, self._clock()):
-                return False
-            self._drop(key)
+            return [gone for item in frames.items() for gone in self._put(*item, is_wanted=False)]
+
+    def admit(self, frames: Mapping[FrameKey, memoryview]) -> list[FrameKey]:
+        """Like `put` for frames that are about to be read: they come in whatever they are worth."""
+        with self._lock:
+            return [gone for item in frames.items() for gone in self._put(*item, is_wanted=True)]
+
+    def discard(self, keys: Iterable[FrameKey]) -> None:
+        """Forget keys, unless they are pinned."""
+        with self._lock:
+            now = self._clock()
+            for key in keys:
+                if not self._is_pinned(key, now):
+                    self._drop(key)
+
+    def holds(self, key: FrameKey) -> bool:
+        """Whether `key` is here; does not count as a use."""
+        return key in self._frames
+
+    def peek(self, key: FrameKey) -> memoryview | None:
+        """The frame of `key`; does not count as a use."""
+        return self._frames.get(key)
+
+    def hold(self, key: FrameKey) -> bool:
+        """Keep `key` from being evicted until it is released, once for every hold.
+
+        Half of the budget at most: otherwise False, and nothing is held.
+        """
+        with self._lock:
+            if key not in self._holds:
+                frame = self._frames.get(key)
+                if frame is None or 2 * (self._on_hold_bytes + frame.nbytes) > self._budget_bytes:
+                    return False
+                self._on_hold_bytes += frame.nbytes
+                self._holds[key] = _Hold(frame.nbytes)
+            self._holds[key].count += 1
             return True
 
+    def release(self, key: FrameKey) -> None:
+        """End a hold."""
+        with self._lock:
+            hold = self._holds[key]
+            hold.count -= 1
+            if not hold.count:
+                self._on_hold_bytes -= hold.size_bytes
+                del self._holds[key]
+
     def pin(self, keys: Iterable[FrameKey], ttl_s: float | None) -> int:
-        """Pins end by themselves after `ttl_s`."""
+        """Keep those of `keys` that are here from leaving, for `ttl_s` seconds or for good.
+
+        Returns how many were pinned. Pins end by themselves.
+        """
         until = math.inf if ttl_s is None else self._clock() + ttl_s
         with self._lock:
             held = [key for key in keys if key in self._frames]
@@ -70,34 +124,67 @@ class MemoryTier(Tier):
             return len(held)
 
     def stats(self) -> TierStats:
-        """Sizes now; pins that have run out do not count."""
+        """Sizes now."""
+        with self._lock:
+            return TierStats(len(self._frames), self._size_bytes, self._budget_bytes)
+
+    @property
+    def num_pinned(self) -> int:
+        """Entries that may not leave now."""
         with self._lock:
             now = self._clock()
-            num_pinned = sum(until > now for until in self._pinned_until.values())
-            return TierStats(len(self._frames), self._size_bytes, self._budget_bytes, num_pinned)
+            return sum(until > now for until in self._pinned_until.values())
+
+    def _put(self, key: FrameKey, frame: memoryview, *, is_wanted: bool) -> list[FrameKey]:
+        pinned_until = self._pinned_until.get(key)
+        self._drop(key)
+        if frame.nbytes > min(self._budget_bytes, self._quota_bytes):
+            return [key]
+        self._frames[key] = frame
+        self._size_bytes += frame.nbytes
+        self._held_bytes[space_of(frame)] += frame.nbytes
+        if pinned_until is not None:
+            self._pinned_until[key] = pinned_until
+        self._eviction.add({key: frame.nbytes})
+        victims = self._victims(space_of(frame), spared=key if is_wanted else None)
+        if victims is None or key in victims:
+            victims = [key]
+        for victim in victims:
+            self._drop(victim)
+        return victims
 
     def _drop(self, key: FrameKey) -> None:
         frame = self._frames.pop(key, None)
         if frame is not None:
             self._size_bytes -= frame.nbytes
+            owner = space_of(frame)
+            self._held_bytes[owner] -= frame.nbytes
+            if not self._held_bytes[owner]:
+                del self._held_bytes[owner]
             self._eviction.remove(key)
             self._pinned_until.pop(key, None)
 
     def _is_pinned(self, key: FrameKey, now: float) -> bool:
         return self._pinned_until.get(key, -math.inf) > now
 
-    def _victims_for(self, incoming_bytes: int) -> list[FrameKey] | None:
-        """Which keys must leave before `incoming_bytes` fit; None if they never do."""
+    def _victims(self, owner: Namespace, spared: FrameKey | None) -> list[FrameKey] | None:
+        """Which keys must leave so that all limits hold again; None if that is not enough."""
         now = self._clock()
-        excess_bytes = self._size_bytes + incoming_bytes - self._budget_bytes
-        excess_entries = len(self._frames) + 1 - self._max_entries
+        own_excess = self._held_bytes[owner] - self._quota_bytes
+        excess = self._size_bytes - self._budget_bytes
+        excess_entries = len(self._frames) - self._max_entries
         chosen: list[FrameKey] = []
         for key in self._eviction.victims():
-            if excess_bytes <= 0 and excess_entries <= 0:
+            if own_excess <= 0 and excess <= 0 and excess_entries <= 0:
                 break
-            if self._is_pinned(key, now):
+            frame = self._frames[key]
+            is_own = space_of(frame) == owner
+            is_kept = key == spared or key in self._holds or self._is_pinned(key, now)
+            # Who is over quota makes room from what is his own.
+            if is_kept or (own_excess > 0 and not is_own):
                 continue
             chosen.append(key)
-            excess_bytes -= self._frames[key].nbytes
+            own_excess -= frame.nbytes * is_own
+            excess -= frame.nbytes
             excess_entries -= 1
-        return chosen if excess_bytes <= 0 and excess_entries <= 0 else None
+        return chosen if own_excess <= 0 and excess <= 0 and excess_entries <= 0 else None

@@ -1,39 +1,53 @@
-"""Index, tier and codec together: what the stages that load and store K/V work on."""
+"""Index, tiers and codec together: what the stages that load and store K/V work on."""
 
 from __future__ import annotations
 
-import logging
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from kvboost.codecs.base import Codec
-from kvboost.core import FrameKey
-from kvboost.errors import CacheError
+from kvboost.codecs.frame import Head
+from kvboost.core import Anchor, ChunkKeys, Entry, FrameKey, Namespace
 from kvboost.metrics import Metrics
-from kvboost.tiers.base import Tier
+from kvboost.tiers import anchors
+from kvboost.tiers.base import OwnTier, Tier
 from kvboost.tiers.index import ChunkIndex
+from kvboost.tiers.notes import after, check_note, read_note, where, write_note
+from kvboost.tiers.stack import Patience, TierStack
 
 NUM_REMEMBERED = 4096  # evicted keys, for explanations
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ChunkStore:
-    """Names and words of chunks in the index, their bytes in the tier."""
+    """Names and words of chunks in the index, their bytes in the tiers."""
 
     index: ChunkIndex
-    tier: Tier
+    tiers: TierStack
     codec: Codec
     metrics: Metrics
+    # Held by whoever makes a frame, so that one at a time is beyond memory's budget.
+    writing: threading.Lock = field(default_factory=threading.Lock)
+    _learning: threading.Lock = field(default_factory=threading.Lock)
     _evicted: OrderedDict[FrameKey, None] = field(default_factory=OrderedDict)
 
-    def note_evicted(self, keys: Iterable[FrameKey]) -> None:
-        """Drop chunks that left the tier to make room, and remember the latest of them."""
-        for key in keys:
-            self.index.remove(key)
-            self._evicted[key] = None
+    def has(self, key: FrameKey) -> bool:
+        """Whether a chunk is stored where it can be had now."""
+        return self.index.get(key) is not None and self.tiers.has_at_hand(key)
+
+    def settle(self) -> None:
+        """Drop chunks from the index that left the tiers, and remember the latest of them."""
+        with self._learning:
+            gone = [key for key in self.tiers.take_gone() if not self.tiers.holds(key)]
+            for key in gone:
+                self.index.remove(key)
+                self._evicted[key] = None
+        self.metrics.add("evicted_chunks", len(gone))
         while len(self._evicted) > NUM_REMEMBERED:
             self._evicted.popitem(last=False)
 
@@ -42,11 +56,73 @@ class ChunkStore:
         return key in self._evicted and self.index.get(key) is None
 
     def forget(self, keys: Iterable[FrameKey]) -> None:
-        """Drop chunks whose bytes are gone from the index, so that they are stored again."""
+        """Drop chunks from the index whose bytes no tier has, so that they are stored again."""
         for key in keys:
-            self.index.remove(key)
+            if not self.tiers.holds(key):
+                self.index.remove(key)
 
-    def note_fault(self, error: CacheError) -> None:
-        """Count and log a cache fault; the request goes on without the cache."""
-        log.warning("cache fault, going on without: %s", error)
-        self.metrics.add("cache_faults")
+    def adopt(self, tier: Tier) -> None:
+        """Make findable what a tier has kept from earlier processes."""
+        if isinstance(tier, OwnTier):
+            for head in tier.heads():
+                self.index.add(head.entry, head.anchors)
+
+    def bring(
+        self, keys: Sequence[FrameKey], patience: Patience, *, in_order: bool = False
+    ) -> None:
+        """Load chunks from shared tiers into memory, and learn of those that others have stored.
+
+        `in_order` says that a chunk is of no use unless all before it were found.
+        """
+        in_memory = {key for key in keys if self.tiers.memory.holds(key)}
+        on_disk = {key for key in keys if key not in in_memory and self.tiers.has_at_hand(key)}
+        self.tiers.hint([key for key in keys if key in on_disk])
+        wanted = [key for key in keys if key not in in_memory | on_disk]
+        for head in self.tiers.load(wanted, patience, in_order=in_order):
+            self._learn(head)
+
+    def bring_prefix(self, keys: Sequence[ChunkKeys], patience: Patience) -> None:
+        """Load the chunks of a prompt, and what begins like the first one that is not stored."""
+        self.bring([key.prefix for key in keys], patience, in_order=True)
+        missing = next((key for key in keys if self.index.get(key.prefix) is None), None)
+        if missing is not None:
+            noted = self._noted([after(missing.parent)], patience)
+            self.bring([key for key, _ in noted.values()], patience)
+
+    def bring_moved(
+        self, tokens: npt.NDArray[np.uint32], space: Namespace, patience: Patience
+    ) -> None:
+        """Load what the store has of a text, wherever it was when it was stored."""
+        _, hashes = anchors.pick(tokens, anchors.salt(space))
+        seen = {anchor: self.index.sighting(anchor, space) for anchor in hashes.tolist()}
+        keys = [at[0].key for at in seen.values() if at is not None]
+        unseen = {where(anchor, space): anchor for anchor, at in seen.items() if at is None}
+        noted = self._noted(list(unseen), patience)
+        keys += [key for key, _ in noted.values()]
+        self.bring(list(dict.fromkeys(keys)), patience)
+        for note, (key, offset) in noted.items():
+            entry = self.index.get(key)
+            if entry is not None and offset < entry.num_tokens:
+                self.index.add(entry, [(offset, unseen[note])])
+
+    def publish(self, entry: Entry, anchors_in_it: Iterable[Anchor]) -> None:
+        """Let other processes find an entry by its words, and by what it follows."""
+        places = {where(anchor, entry.space): offset for offset, anchor in anchors_in_it}
+        if entry.prefix is not None and entry.parent is not None:
+            places[after(entry.parent)] = 0
+        notes = {note: write_note(note, entry.key, offset) for note, offset in places.items()}
+        self.tiers.put_notes(notes)
+
+    def _learn(self, head: Head) -> None:
+        """Make a chunk findable, unless it has left already."""
+        key = head.entry.key
+        with self._learning:
+            self.index.add(head.entry, head.anchors)
+            if not self.tiers.holds(key):
+                self.index.remove(key)
+
+    def _noted(
+        self, notes: Sequence[FrameKey], patience: Patience
+    ) -> dict[FrameKey, tuple[FrameKey, int]]:
+        found = self.tiers.get_notes(notes, check_note, patience)
+        return {key: read_note(note) for key, note in found.items()}

@@ -1,4 +1,4 @@
-"""The `kvboost` command."""
+"""`kvboost explain`: what of a prompt is reused, in colours."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvboost import __version__
 from kvboost.errors import KVBoostError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from kvboost.cli.main import Commands
     from kvboost.engine.results import ReuseReport
 
 COLOURS = {"exact": "green", "moved": "yellow", "miss": "dim"}
@@ -27,29 +26,15 @@ MEANINGS = {
 LONGEST_SHOWN = 400  # characters of a span in the terminal
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    try:
-        return _explain(options)
-    except (KVBoostError, OSError, UnicodeDecodeError) as error:
-        sys.stderr.write(f"kvboost: {error}\n")
-        return 1
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvboost", description="Language models that do not read again what they have read."
-    )
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
+def add_parser(commands: Commands) -> None:
+    """Describe the command."""
     explain = commands.add_parser(
         "explain",
         help="show which spans of a prompt would be reused after other prompts, and why",
         description="Reads the --seen prompts, then shows what of PROMPT is reused, moved or "
         "missed, and why.",
     )
+    explain.set_defaults(run=_explain)
     explain.add_argument("prompt", help="file with the prompt; - for standard input")
     explain.add_argument("--model", required=True, help="name or folder of the model")
     explain.add_argument(
@@ -68,7 +53,6 @@ def _parser() -> argparse.ArgumentParser:
         "--chunk-size", type=int, default=128, help="tokens in a chunk (default: 128)"
     )
     explain.add_argument("--json", action="store_true", help="print the report as JSON")
-    return parser
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -154,7 +138,3 @@ def draw(report: ReuseReport, tokens: list[int], tokenizer: PreTrainedTokenizerB
         )
     if report.note:
         console.print(f"note: {report.note}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Does a restart cost anything? What a new process reuses of the old one's disk tier, how fast."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+LONG, SHORT = 2048, 256  # tokens
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--long", type=int, default=10, help=f"of them with {LONG} tokens")
+    parser.add_argument(
+        "--drop-caches",
+        action="store_true",
+        help="empty the system's file cache before the restart (needs root)",
+    )
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for name in options.model:
+        with tempfile.TemporaryDirectory() as folder:
+            task = {
+                "model": name,
+                "dtype": options.dtype,
+                "folder": folder,
+                "prompts": options.prompts,
+                "long": options.long,
+            }
+            before = _in_process(task)
+            if options.drop_caches:
+                subprocess.run(["sync"], check=True)
+                Path("/proc/sys/vm/drop_caches").write_text("3")
+            after = _in_process(task)
+        row = {
+            "model": name.rstrip("/").split("/")[-1],
+            "dtype": options.dtype,
+            "file_cache": "empty" if options.drop_caches else "full",
+            "disk_mb": before["disk_mb"],
+            "reused_before": before["second"]["reused"],
+            "reused_after": after["first"]["reused"],
+            "open_s": after["open_s"],
+            "memory_hit_ms": after["second"]["ttft_ms"],
+            "disk_hit_ms": after["first"]["ttft_ms"],
+            "first_disk_hit_ms": after["first"]["first_ttft_ms"],
+            "ratio": after["first"]["ttft_ms"] / after["second"]["ttft_ms"],
+            "cold_ms": before["first"]["ttft_ms"],
+            "same_answers": before["answers"] == after["answers"],
+        }
+        rows.append(row)
+        print(
+            f"{row['model']}: {options.prompts} prompts, {row['disk_mb']:.0f} MB on disk, opened in"
+            f" {row['open_s']:.1f} s (file cache {row['file_cache']})\n"
+            f"reused {row['reused_after']:.4f} after the restart, {row['reused_before']:.4f}"
+            f" before; same answers: {row['same_answers']}\n"
+            f"TTFT at {LONG} tokens: from disk {row['disk_hit_ms']:.0f} ms, from memory"
+            f" {row['memory_hit_ms']:.0f} ms, ratio {row['ratio']:.2f};"
+            f" cold {row['cold_ms']:.0f} ms"
+        )
+    return rows
+
+
+def _in_process(task: dict[str, Any]) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, __file__, json.dumps(task)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _serve(task: dict[str, Any]) -> None:
+    """Ask every prompt twice, in a process of its own."""
+    import time  # noqa: PLC0415
+
+    from kvboost import KVBoost  # noqa: PLC0415
+    from material import DTYPES, model, stream, tokenizer  # noqa: PLC0415
+
+    words = tokenizer(task["model"])
+    prompts = [
+        stream(words, LONG if number < task["long"] else SHORT, seed=number)
+        for number in range(task["prompts"])
+    ]
+    host = model(task["model"], DTYPES[task["dtype"]])
+    started = time.perf_counter()
+    engine = KVBoost(host, words, disk_cache_dir=task["folder"], max_cache_bytes=8 << 30)
+    opened = time.perf_counter()
+    engine.generate(prompts[0][:64], 2, reuse="off")
+    result: dict[str, Any] = {"open_s": opened - started}
+    for turn in ("first", "second"):
+        answers = [engine.generate(prompt, 2) for prompt in prompts]
+        times = [answer.ttft_ms for answer in answers[: task["long"]]]
+        result[turn] = {
+            "reused": sum(a.cached_tokens for a in answers) / sum(map(len, prompts)),
+            "ttft_ms": median(times),
+            "first_ttft_ms": times[0],
+        }
+    result["answers"] = [answer.token_ids for answer in answers]
+    engine.close()
+    folder = Path(task["folder"])
+    result["disk_mb"] = sum(path.stat().st_size for path in folder.iterdir()) / 2**20
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    _serve(json.loads(sys.argv[1]))

@@ -1,0 +1,218 @@
+"""Frame v1: a chunk's K/V with everything that is needed to know it again, in one piece of bytes.
+
+docs/concepts/frame-format.md is the same on a page. Nothing here allocates more than it was given,
+and nothing is believed before its checksum was right.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from xxhash import xxh3_64_intdigest
+
+from kvboost.core import (
+    TOKEN_BYTES,
+    Anchor,
+    ContentKey,
+    Entry,
+    FrameKey,
+    KVGeometry,
+    Namespace,
+    PrefixKey,
+    Provenance,
+)
+from kvboost.errors import CacheError
+
+if TYPE_CHECKING:
+    from kvboost.codecs.base import KV, Codec
+
+MAGIC = b"KVBF"
+VERSION = 1
+ALIGNMENT = 64  # of the payload: tensors are views of it
+MAX_HEAD_BYTES = 1 << 20  # no head of an honest frame comes near it
+
+# magic, version, codec, provenance | bytes of head, geometry, tokens, sensitivity, anchors | home |
+# bytes of payload | key | parent (zeros: none) | namespace | checksums of payload and head
+_FIXED = struct.Struct("<4sHBBIIIIIIQ32s32s32sQQ")
+_ANCHOR = struct.Struct("<IQ")  # offset in the chunk, hash
+_SEAL_AT = _FIXED.size - 8
+OWNER_AT = _SEAL_AT - 8 - 32  # where the namespace stands
+_PROVENANCES = (Provenance.EXACT, Provenance.APPROXIMATE)
+_NO_PARENT = bytes(32)
+
+
+class FrameError(CacheError):
+    """Bytes that are not a frame of this version, or not any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a frame says of itself."""
+
+    entry: Entry
+    codec: int
+    geometry: str
+    sensitivity: bytes  # a byte for each token, how much its K/V depends on its context; or empty
+    anchors: tuple[Anchor, ...]
+    payload: slice
+    payload_sum: int
+
+
+def write(
+    entry: Entry,
+    kv: KV,
+    codec: Codec,
+    sensitivity: bytes = b"",
+    anchors: Iterable[Anchor] = (),
+) -> memoryview:
+    """A frame in memory of its own; the caller may overwrite `kv` afterwards.
+
+    `anchors` are the places by which the chunk is found wherever it stands.
+    """
+    words = b"".join(_ANCHOR.pack(*anchor) for anchor in anchors)
+    parts = (describe(codec.geometry).encode(), entry.tokens, sensitivity, words)
+    head_bytes = _aligned(_FIXED.size + sum(map(len, parts)))
+    payload_bytes = codec.size(entry.num_tokens)
+    frame = allocate(head_bytes + payload_bytes)
+    payload = frame[head_bytes:]
+    codec.encode(kv, payload)
+    _FIXED.pack_into(
+        frame,
+        0,
+        MAGIC,
+        VERSION,
+        codec.number,
+        _PROVENANCES.index(entry.provenance),
+        head_bytes,
+        *map(len, parts),
+        entry.home,
+        payload_bytes,
+        entry.key,
+        entry.parent or _NO_PARENT,
+        entry.space,
+        xxh3_64_intdigest(payload),
+        0,
+    )
+    frame[_FIXED.size : _FIXED.size + sum(map(len, parts))] = b"".join(parts)
+    struct.pack_into("<Q", frame, _SEAL_AT, _seal(frame[:head_bytes]))
+    return frame
+
+
+def read(source: memoryview) -> Head:
+    """The checked head of a frame, of which only the beginning need be there.
+
+    Raises:
+        FrameError: with the reason.
+    """
+    if len(source) < _FIXED.size:
+        raise FrameError(f"{len(source)} bytes are no frame")
+    fixed = _FIXED.unpack_from(source)
+    magic, version, codec, provenance, start, *sizes, home, payload_bytes = fixed[:11]
+    if magic != MAGIC or version != VERSION:
+        raise FrameError(f"not a frame of version {VERSION}")
+    if start > min(len(source), MAX_HEAD_BYTES) or start != _aligned(_FIXED.size + sum(sizes)):
+        raise FrameError("the lengths of its parts do not add up")
+    key, parent, space, payload_sum, seal = fixed[11:]
+    if _seal(source[:start]) != seal:
+        raise FrameError("its head has another checksum")
+    geometry, tokens, sensitivity, words = _cut(source[_FIXED.size :], sizes)
+    is_ranked = len(sensitivity) * TOKEN_BYTES == len(tokens)
+    is_known = provenance < len(_PROVENANCES) and (is_ranked or not sensitivity)
+    is_whole = len(tokens) % TOKEN_BYTES == 0 and len(words) % _ANCHOR.size == 0
+    if not is_known or not is_whole or not geometry.isascii():
+        raise FrameError("a field has a value that this version does not know")
+    is_exact = _PROVENANCES[provenance] is Provenance.EXACT
+    entry = Entry(
+        tokens=tokens,
+        provenance=_PROVENANCES[provenance],
+        prefix=PrefixKey(key) if is_exact else None,
+        content=None if is_exact else ContentKey(key),
+        parent=None if parent == _NO_PARENT else PrefixKey(parent),
+        home=home,
+        space=Namespace(space),
+    )
+    payload = slice(start, start + payload_bytes)
+    return Head(
+        entry=entry,
+        codec=codec,
+        geometry=geometry.decode("ascii"),
+        sensitivity=sensitivity,
+        anchors=tuple(_ANCHOR.iter_unpack(words)),
+        payload=payload,
+        payload_sum=payload_sum,
+    )
+
+
+def check(source: memoryview, key: FrameKey) -> Head:
+    """Like `read`, but believes nothing: every bit is checked, and that it is the frame of `key`.
+
+    For bytes that come from a disk or a network.
+    """
+    head = read(source)
+    if head.entry.key != key:
+        raise FrameError("it is the frame of another key")
+    if head.payload.stop != len(source):
+        raise FrameError(f"it has {len(source)} bytes instead of {head.payload.stop}")
+    if xxh3_64_intdigest(source[head.payload]) != head.payload_sum:
+        raise FrameError("its payload has another checksum")
+    return head
+
+
+def decode(source: memoryview, head: Head, codec: Codec) -> KV:
+    """The K/V of a frame, possibly as views of it.
+
+    Raises:
+        FrameError: it is of another codec or geometry, or not whole.
+    """
+    num_tokens = head.entry.num_tokens
+    if head.codec != codec.number or head.geometry != describe(codec.geometry):
+        raise FrameError(f"codec {head.codec} of {head.geometry}: not what this engine reads")
+    payload = source[head.payload]
+    if len(payload) != codec.size(num_tokens):
+        raise FrameError(f"{num_tokens} tokens do not take {len(payload)} bytes")
+    return codec.decode(payload, num_tokens)
+
+
+def space_of(frame: memoryview) -> Namespace:
+    """Whose a frame is, without checking it."""
+    return Namespace(bytes(frame[OWNER_AT : OWNER_AT + 32]))
+
+
+def allocate(num_bytes: int) -> memoryview:
+    """Memory for a frame.
+
+    A mapping of its own goes back to the system when the frame is dropped; the allocator would
+    keep pieces of it, and memory would grow beyond the store's budget. Its pages are taken at once:
+    one by one, as they are first written, costs more than the copy.
+    """
+    if not hasattr(mmap, "MAP_POPULATE"):
+        return memoryview(mmap.mmap(-1, num_bytes))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    return memoryview(mmap.mmap(-1, num_bytes, flags=flags))
+
+
+def describe(geometry: KVGeometry) -> str:
+    """A geometry in words: the dtype, then planes x heads x head size of each group."""
+    groups = (f"{len(g.planes)}x{g.heads}x{g.head_dim}" for g in geometry.groups)
+    return " ".join([geometry.dtype, *groups])
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _seal(head: memoryview) -> int:
+    """Checksum of a head but for itself, and with it of the payload's checksum."""
+    return xxh3_64_intdigest(head[_FIXED.size :], xxh3_64_intdigest(head[:_SEAL_AT]))
+
+
+def _cut(source: memoryview, sizes: list[int]) -> list[bytes]:
+    parts, cursor = [], 0
+    for size in sizes:
+        parts.append(bytes(source[cursor : cursor + size]))
+        cursor += size
+    return parts

@@ -1,0 +1,148 @@
+"""Write-behind: a thread that brings chunks from memory to a tier below it, after the answer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvboost.core import FrameKey
+from kvboost.tiers.base import Tier
+
+BATCH_BYTES, BATCH_KEYS = 16 << 20, 256  # that are written at once, at most
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0  # before a tier that failed is tried again
+
+log = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Where the writing thread gets what it writes, and whom it tells."""
+
+    def take(self, key: FrameKey) -> memoryview | None:
+        """The frame to write; None: it is not wanted any more."""
+
+    def written(self, key: FrameKey) -> None:
+        """A key was written, or given up."""
+
+    def left(self, keys: Sequence[FrameKey]) -> None:
+        """Keys left the tier to make room."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    key: FrameKey
+    is_discard: bool
+
+
+class WriteBehind:
+    """Writes and discards in the order they were asked for. A fault drops them."""
+
+    def __init__(
+        self,
+        name: str,
+        tier: Callable[[], Tier | None],
+        source: Source,
+        failed: Callable[[Exception], None],
+        done: Callable[[Sequence[FrameKey]], None],
+    ) -> None:
+        """`tier` says where to write now, or None if nothing can be written.
+
+        `failed` is told of faults, `done` of keys that were written, discarded or given up.
+        """
+        self._tier = tier
+        self._source = source
+        self._failed = failed
+        self._done = done
+        self._jobs: deque[_Job] = deque()
+        self._changed = threading.Condition()
+        self._is_busy = False
+        self._is_closed = False
+        self._pause_s = FIRST_PAUSE_S
+        self._again_at = 0.0
+        self.num_written = 0
+        self.num_dropped = 0
+        self._thread = threading.Thread(target=self._loop, name=f"kvboost-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, key: FrameKey) -> None:
+        """Write what the source has under `key`."""
+        self._add(_Job(key, is_discard=False))
+
+    def discard(self, key: FrameKey) -> None:
+        """Forget `key` below."""
+        self._add(_Job(key, is_discard=True))
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until nothing is left to do; whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs and not self._is_busy, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish what was asked for; whether that took less than `timeout_s`."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _add(self, job: _Job) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._jobs or self._is_closed)
+                if not self._jobs:
+                    return
+                self._is_busy = True
+            self._next_batch()
+
+    def _next_batch(self) -> None:
+        """Do jobs of one kind, as many as make a good batch."""
+        is_discard, keys, frames = self._collect()
+        tier = self._tier()
+        try:
+            if tier is None or time.monotonic() < self._again_at:
+                self.num_dropped += len(frames)
+            elif is_discard:
+                tier.discard(keys)
+            elif frames:
+                left = tier.put(frames)
+                num_refused = len(frames.keys() & set(left))
+                self.num_written += len(frames) - num_refused
+                self.num_dropped += num_refused
+                self._pause_s = FIRST_PAUSE_S
+                self._source.left(left)
+        except Exception as error:
+            self.num_dropped += len(frames)
+            self._again_at = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._failed(error)
+        self._done(keys)
+        if not is_discard:
+            frames.clear()
+            for key in keys:
+                self._source.written(key)
+
+    def _collect(self) -> tuple[bool, list[FrameKey], dict[FrameKey, memoryview]]:
+        """Whether to discard, which keys, and the frames of those to be written."""
+        frames: dict[FrameKey, memoryview] = {}
+        keys: list[FrameKey] = []
+        size_bytes, is_discard = 0, self._jobs[0].is_discard
+        while self._jobs and self._jobs[0].is_discard == is_discard:
+            keys.append(self._jobs.popleft().key)
+            frame = None if is_discard else self._source.take(keys[-1])
+            if frame is not None:
+                frames[keys[-1]] = frame
+                size_bytes += frame.nbytes
+            if size_bytes >= BATCH_BYTES or len(keys) == BATCH_KEYS:
+                break
+        return is_discard, keys, frames

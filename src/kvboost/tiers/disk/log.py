@@ -1,0 +1,136 @@
+"""The index log: where each frame lies, in records of one size that stand each for itself.
+
+Later records win. One that is torn or damaged is skipped, and every other one still counts.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from xxhash import xxh3_64_intdigest
+
+from kvboost.core import FrameKey, PrefixKey
+
+_BODY = struct.Struct("<II Q Q 32s")  # kind, segment, offset, bytes, key
+_RECORD_BYTES = _BODY.size + 8  # and a checksum
+_PUT, _DROP, _FREE = 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a frame lies."""
+
+    segment: int
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """A frame was written."""
+
+    key: FrameKey
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A key was forgotten."""
+
+    key: FrameKey
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """A segment was emptied."""
+
+    segment: int
+
+
+Change: TypeAlias = Put | Drop | Free
+
+
+class IndexLog:
+    """Appends changes to a file. Written by one process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.num_records = os.fstat(self._file).st_size // _RECORD_BYTES
+
+    def append(self, changes: Iterable[Change]) -> None:
+        """Write changes; they outlive this process when this returns."""
+        records = b"".join(map(_encode, changes))
+        # After a torn write the next record must start on its own border again.
+        torn = os.fstat(self._file).st_size % _RECORD_BYTES
+        _write_all(self._file, bytes(_RECORD_BYTES - torn if torn else 0) + records)
+        self.num_records += len(records) // _RECORD_BYTES
+
+    def rewrite(self, places: Mapping[FrameKey, Place]) -> None:
+        """Replace the log by the shortest one that says the same, at once or not at all."""
+        fresh = self._path.with_suffix(".new")
+        with suppress(FileNotFoundError):
+            fresh.unlink()
+        log = IndexLog(fresh)
+        try:
+            log.append(Put(key, place) for key, place in places.items())
+            os.fsync(log._file)
+            fresh.replace(self._path)
+        except OSError:
+            log.close()
+            raise
+        self.close()
+        self._file, self.num_records = log._file, log.num_records
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file."""
+        return self.num_records * _RECORD_BYTES
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def replay(path: Path) -> Iterator[Change]:
+    """The changes of a log, those that can be read; none if there is no log."""
+    try:
+        records = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for start in range(0, len(records) - _RECORD_BYTES + 1, _RECORD_BYTES):
+        change = _decode(records[start : start + _RECORD_BYTES])
+        if change is not None:
+            yield change
+
+
+def _encode(change: Change) -> bytes:
+    match change:
+        case Put(key, place):
+            body = _BODY.pack(_PUT, place.segment, place.offset, place.num_bytes, key)
+        case Drop(key):
+            body = _BODY.pack(_DROP, 0, 0, 0, key)
+        case Free(segment):
+            body = _BODY.pack(_FREE, segment, 0, 0, bytes(32))
+    return body + xxh3_64_intdigest(body).to_bytes(8, "little")
+
+
+def _decode(record: bytes) -> Change | None:
+    body = record[: _BODY.size]
+    if xxh3_64_intdigest(body).to_bytes(8, "little") != record[_BODY.size :]:
+        return None
+    kind, segment, offset, num_bytes, key = _BODY.unpack(body)
+    if kind == _PUT:
+        return Put(PrefixKey(key), Place(segment, offset, num_bytes))
+    return Drop(PrefixKey(key)) if kind == _DROP else Free(segment)
+
+
+def _write_all(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]

@@ -1,0 +1,109 @@
+"""A segment: a file of fixed size to which frames are appended, and from which they are read."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+from weakref import WeakSet
+
+from kvboost.codecs.frame import allocate
+from kvboost.core import FrameKey
+
+BLOCK_BYTES = mmap.ALLOCATIONGRANULARITY  # frames start where they can be mapped
+POPULATE_READ = 22  # MADV_POPULATE_READ of Linux, which Python does not name
+_UNREADABLE = {errno.EFAULT, getattr(errno, "EHWPOISON", 133)}
+
+
+@dataclass
+class Segment:
+    """An open file, and what is known of its contents."""
+
+    file: FileIO
+    size_bytes: int
+    end: int = 0  # where the next frame goes
+    live_bytes: int = 0
+    keys: dict[FrameKey, None] = field(default_factory=dict)
+    readers: WeakSet[mmap.mmap] = field(default_factory=WeakSet)  # frames that are in use
+
+    @classmethod
+    def make(cls, path: Path, size_bytes: int) -> Segment:
+        """A new file, which has all its room from the start where the system can do that."""
+        file = FileIO(path, "w+", opener=_for_owner)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+            else:
+                file.truncate(size_bytes)
+        except OSError:
+            file.close()
+            raise
+        return cls(file, size_bytes)
+
+    def map(self, offset: int, num_bytes: int) -> memoryview:
+        """A view of the file, in which nothing is overwritten meanwhile; empty if it is too short.
+
+        Pages are shared with the system's file cache: nothing is copied.
+        """
+        try:
+            mapped = mmap.mmap(
+                self.file.fileno(), num_bytes, access=mmap.ACCESS_COPY, offset=offset
+            )
+        except ValueError:  # the file was cut short
+            return memoryview(b"")
+        self.readers.add(mapped)
+        return memoryview(mapped)
+
+    def read(self, offset: int, num_bytes: int) -> memoryview:
+        """A copy of up to `num_bytes`; fewer if the file is cut short."""
+        target, num_read = allocate(num_bytes), 0
+        self.file.seek(offset)
+        while num_read < num_bytes and (more := self.file.readinto(target[num_read:])):
+            num_read += more
+        return target[:num_read]
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write all of `data`."""
+        self.file.seek(offset)
+        while data:
+            data = data[self.file.write(data) :]
+
+    def hint(self, offset: int, num_bytes: int) -> None:
+        """Let the system read ahead, where it can."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.file.fileno(), offset, num_bytes, os.POSIX_FADV_WILLNEED)
+
+
+def _for_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def usual_size(paths: Sequence[Path]) -> int:
+    """The size that most files have, or else the largest: some may have been cut short."""
+    sizes = Counter(path.stat().st_size for path in paths)
+    whole = [size for size in sizes if size % BLOCK_BYTES == 0]
+    return max(whole, key=lambda size: (sizes[size], size), default=0)
+
+
+def is_readable(view: memoryview) -> bool:
+    """Read all pages in; touching one that the disk cannot deliver would end the process."""
+    if not isinstance(view.obj, mmap.mmap):
+        return True
+    try:
+        view.obj.madvise(POPULATE_READ)
+    except OSError as error:
+        if error.errno in _UNREADABLE:
+            return False
+        if error.errno != errno.EINVAL:  # Linux before 5.14 cannot tell
+            raise
+    return True
+
+
+def in_blocks(num_bytes: int) -> int:
+    """Bytes that a frame takes in a segment."""
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES

@@ -1,0 +1,336 @@
+"""The disk tier: bounded, safe against a crash at any moment, for one process at a time."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from io import FileIO
+from pathlib import Path
+
+from kvboost.codecs.frame import MAX_HEAD_BYTES, FrameError, Head, check, read
+from kvboost.core import FrameKey
+from kvboost.errors import TierUnavailable
+from kvboost.tiers.base import OwnTier, TierStats
+from kvboost.tiers.disk.folder import log_path, segment_path, take_lock, unavailable_on_error
+from kvboost.tiers.disk.log import Drop, Free, IndexLog, Place, Put, replay
+from kvboost.tiers.disk.segment import (
+    BLOCK_BYTES,
+    Segment,
+    in_blocks,
+    is_readable,
+    usual_size,
+)
+
+NUM_SEGMENTS = 8  # in a small folder; a large one has more
+LEAST_SEGMENTS = 3
+LEAST_SEGMENT_BYTES = 64 << 10  # a smaller one was cut short
+MOST_MAPPED = 128  # frames at once: each of them takes a file descriptor
+LARGEST_SEGMENT_BYTES = 256 << 20
+LOG_SHARE = 16  # one part in so many of the budget is the log's
+HEAD_GUESS_BYTES = 2048  # holds the head of a chunk of 256 tokens
+MOST_MOVED_BYTES = 32 << 20  # when a segment is emptied: others wait meanwhile
+NOTHING = memoryview(b"")  # what can be read of a frame that cannot be read
+NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+log = logging.getLogger(__name__)
+
+
+class DiskTier(OwnTier):
+    """Frames in a folder.
+
+    They are appended to segment files, each of which has its full size from the start. When all
+    are full, one is emptied: the one with the fewest live bytes if it is half dead, or else the
+    oldest. What was used since it was written moves on, the rest leaves. One segment is always
+    spare, so that nothing has left before it has arrived elsewhere.
+
+    A frame is stored once its record is in the log, and outlives this process from then on. When
+    the machine itself dies the system may lose the last seconds, which the check of each frame
+    that is read finds out.
+    """
+
+    name = "disk"
+
+    def __init__(self, folder: Path, budget_bytes: int) -> None:
+        """Open a folder, or make one.
+
+        Raises:
+            TierUnavailable: it is in use, or cannot be read and written.
+        """
+        self._folder = folder
+        self._budget_bytes = budget_bytes
+        self._room_bytes = budget_bytes - budget_bytes // LOG_SHARE
+        share_bytes = min(LARGEST_SEGMENT_BYTES, self._room_bytes // NUM_SEGMENTS)
+        self._segment_bytes = share_bytes // BLOCK_BYTES * BLOCK_BYTES
+        self._lock = threading.Lock()
+        self._places: dict[FrameKey, Place] = {}
+        self._used: set[FrameKey] = set()
+        self._segments: dict[int, Segment] = {}  # the one that was begun last is the last one
+        self._left: list[FrameKey] = []  # to make room, and nobody was told yet
+        with unavailable_on_error():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock_file = take_lock(folder)
+            with ExitStack() as undo:
+                undo.callback(os.close, self._lock_file)
+                self._log = IndexLog(log_path(folder))
+                undo.callback(self._close_files)
+                self._open_segments()
+                for change in replay(log_path(folder)):
+                    self._replay(change)
+                self._shorten_log()
+                undo.pop_all()
+
+    def get(self, keys: Sequence[FrameKey]) -> dict[FrameKey, memoryview]:
+        """Frames as they lie in the files, which stay as they are for as long as they are held."""
+        with self._lock, unavailable_on_error():
+            held = {key: self._places[key] for key in keys if key in self._places}
+            self._used.update(held)
+            views = {key: self._view(place) for key, place in held.items()}
+        # Bringing pages in takes time, in which others may write.
+        return {key: view if is_readable(view) else NOTHING for key, view in views.items()}
+
+    def hint(self, keys: Iterable[FrameKey]) -> None:
+        """Let the system read frames ahead."""
+        with self._lock, unavailable_on_error():
+            for place in [self._places[key] for key in keys if key in self._places]:
+                self._segments[place.segment].hint(place.offset, place.num_bytes)
+
+    def put(self, frames: Mapping[FrameKey, memoryview]) -> list[FrameKey]:
+        """Append frames; each is stored or among the returned keys."""
+        for key, frame in frames.items():
+            with self._lock, unavailable_on_error():  # for each frame, so that readers get a turn
+                if in_blocks(frame.nbytes) > self._segment_bytes:
+                    self._left.append(key)
+                    continue
+                self._make_room(frame.nbytes)
+                self._append(key, frame)
+        with self._lock:
+            self._shorten_log()
+            left, self._left = self._left, []
+        return [key for key in left if key not in self._places]
+
+    def discard(self, keys: Iterable[FrameKey]) -> None:
+        """Forget keys; their room is used again when their segment is emptied."""
+        with self._lock, unavailable_on_error():
+            held = [key for key in keys if key in self._places]
+            for key in held:
+                self._forget(key)
+            self._log.append(map(Drop, held))
+
+    def holds(self, key: FrameKey) -> bool:
+        """Whether `key` is here, without reading it."""
+        return key in self._places
+
+    def heads(self) -> Iterator[Head]:
+        """What all frames say of themselves; those without a sound head are dropped."""
+        for key in list(self._places):
+            head = self._head(key)
+            if head is None or head.entry.key != key:
+                self.discard([key])
+            else:
+                yield head
+
+    def damaged(self) -> Iterator[FrameKey]:
+        """The keys of frames that do not pass their check."""
+        return (key for key in list(self._places) if not self._is_sound(key))
+
+    def compact(self) -> int:
+        """Give back the room of empty segments; how many bytes that were."""
+        with self._lock, unavailable_on_error():
+            empty = self._empty()
+            freed = sum(self._segments[number].size_bytes for number in empty)
+            for number in empty:
+                self._segments.pop(number).file.close()
+                segment_path(self._folder, number).unlink()
+            self._log.rewrite(self._places)
+            return freed
+
+    def stats(self) -> TierStats:
+        """Bytes as they are on the disk: whole segments and the log."""
+        size_bytes = sum(segment.size_bytes for segment in list(self._segments.values()))
+        return TierStats(len(self._places), size_bytes + self._log.size_bytes, self._budget_bytes)
+
+    def close(self) -> None:
+        """Close all files and let others open the folder."""
+        with self._lock:
+            self._close_files()
+            os.close(self._lock_file)
+
+    def _close_files(self) -> None:
+        for segment in self._segments.values():
+            segment.file.close()
+        self._segments.clear()
+        self._places.clear()
+        self._log.close()
+
+    def _open_segments(self) -> None:
+        """Open the segments of the folder; those that the budget has no room for are removed."""
+        paths = sorted(self._folder.glob("segment-v1-*.kv"))
+        # A folder keeps the size of its segments, unless there would be too few of them.
+        known_bytes = usual_size(paths)
+        if LEAST_SEGMENT_BYTES <= known_bytes <= self._room_bytes // LEAST_SEGMENTS:
+            self._segment_bytes = known_bytes
+        most = self._room_bytes // self._segment_bytes
+        for path in paths:
+            if path.stat().st_size == self._segment_bytes and len(self._segments) < most:
+                number = int(path.stem.rpartition("-")[2])
+                self._segments[number] = Segment(FileIO(path, "r+"), self._segment_bytes)
+            else:
+                path.unlink()
+
+    def _replay(self, change: Put | Drop | Free) -> None:
+        match change:
+            case Put(key, place):
+                segment = self._segments.get(place.segment)
+                if segment is None or place.offset + place.num_bytes > segment.size_bytes:
+                    return
+                if not segment.keys:
+                    self._begin(place.segment)
+                self._set(key, place)
+            case Drop(key):
+                self._forget(key)
+            case Free(number):
+                if number in self._segments:
+                    self._vacate(number)
+
+    def _set(self, key: FrameKey, place: Place) -> None:
+        self._forget(key)
+        segment = self._segments[place.segment]
+        self._places[key] = place
+        segment.keys[key] = None
+        segment.end = max(segment.end, in_blocks(place.offset + place.num_bytes))
+        segment.live_bytes += in_blocks(place.num_bytes)
+
+    def _forget(self, key: FrameKey) -> None:
+        self._used.discard(key)
+        place = self._places.pop(key, None)
+        if place is not None:
+            segment = self._segments[place.segment]
+            del segment.keys[key]
+            segment.live_bytes -= in_blocks(place.num_bytes)
+
+    def _vacate(self, number: int) -> list[FrameKey]:
+        """Forget all that lies in a segment; the keys."""
+        segment = self._segments[number]
+        gone = list(segment.keys)
+        for key in gone:
+            self._forget(key)
+        segment.end = 0
+        return gone
+
+    def _begin(self, number: int) -> None:
+        """Make an empty segment the one that is written to."""
+        segment = self._segments.pop(number)
+        segment.end = 0
+        self._segments[number] = segment
+
+    def _append(self, key: FrameKey, frame: memoryview) -> None:
+        number, segment = next(reversed(self._segments.items()))
+        assert segment.end + frame.nbytes <= segment.size_bytes
+        place = Place(number, segment.end, frame.nbytes)
+        segment.write(segment.end, frame)
+        self._log.append([Put(key, place)])
+        self._set(key, place)
+
+    def _view(self, place: Place) -> memoryview:
+        """A frame where it lies, or a copy of it when many are in use."""
+        segment = self._segments[place.segment]
+        if sum(len(each.readers) for each in self._segments.values()) >= MOST_MAPPED:
+            return segment.read(place.offset, place.num_bytes)
+        return segment.map(place.offset, place.num_bytes)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Let the last segment have room for a frame."""
+        if self._segments:
+            last = next(reversed(self._segments.values()))
+            if last.end + in_blocks(num_bytes) <= last.size_bytes:
+                return
+        while len(empty := self._empty()) < 2 and self._grow():
+            pass
+        if not self._segments:
+            raise TierUnavailable(f"{self._folder}: there is no room for a segment")
+        if not empty:  # there is no spare one: a smaller budget, a full disk, or readers in it
+            unread = [number for number, each in self._segments.items() if not each.readers]
+            if not unread:
+                raise TierUnavailable(f"{self._folder}: all segments are being read")
+            self._free(unread[0])
+            self._begin(unread[0])
+            return
+        self._begin(empty[0])
+        if len(empty) == 1:
+            self._empty_one(in_blocks(num_bytes))
+
+    def _empty(self) -> list[int]:
+        """Segments in which nothing is stored, or read."""
+        return [
+            number
+            for number, segment in self._segments.items()
+            if not segment.keys and not segment.readers
+        ]
+
+    def _grow(self) -> bool:
+        """Add a segment, if budget and disk allow it."""
+        held = sum(segment.size_bytes for segment in self._segments.values())
+        if held + self._segment_bytes > self._room_bytes:
+            return False
+        number = next(n for n in range(len(self._segments) + 1) if n not in self._segments)
+        path = segment_path(self._folder, number)
+        try:
+            self._segments[number] = Segment.make(path, self._segment_bytes)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            if error.errno not in NO_SPACE:
+                raise
+            log.warning("%s: no room for another segment: %s", self._folder, error)
+            return False
+        return True
+
+    def _empty_one(self, reserved_bytes: int) -> None:
+        """Empty a segment, moving what was used to the last one, which keeps room as reserved."""
+        *others, (_, target) = self._segments.items()
+        full = [each for each in others if each[1].keys]
+        if not full:
+            return
+        unread = [each for each in full if not each[1].readers] or full
+        number, victim = min(unread, key=lambda each: each[1].live_bytes)
+        if victim.live_bytes > victim.size_bytes // 2:
+            number, victim = unread[0]
+        room_bytes = min(MOST_MOVED_BYTES, target.size_bytes // 2)
+        room_bytes = min(room_bytes, target.size_bytes - reserved_bytes)
+        for key in [key for key in victim.keys if key in self._used]:
+            place = self._places[key]
+            room_bytes -= in_blocks(place.num_bytes)
+            if room_bytes < 0:
+                break
+            self._append(key, victim.read(place.offset, place.num_bytes))
+        self._free(number)
+
+    def _free(self, number: int) -> None:
+        """Empty a segment for good."""
+        self._log.append([Free(number)])
+        self._left += self._vacate(number)
+
+    def _is_sound(self, key: FrameKey) -> bool:
+        try:
+            check(self.get([key])[key], key)
+        except FrameError:
+            return False
+        return True
+
+    def _head(self, key: FrameKey) -> Head | None:
+        """What a frame's head says, or None if it cannot be read."""
+        place = self._places[key]
+        with self._lock:
+            for num_bytes in (HEAD_GUESS_BYTES, MAX_HEAD_BYTES):
+                segment = self._segments[place.segment]
+                with suppress(FrameError, OSError):
+                    return read(segment.read(place.offset, min(num_bytes, place.num_bytes)))
+        return None
+
+    def _shorten_log(self) -> None:
+        if self._log.num_records > 2 * len(self._places) + 256:
+            with suppress(OSError):  # then it stays long for now
+                self._log.rewrite(self._places)

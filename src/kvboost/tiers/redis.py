@@ -1,0 +1,199 @@
+"""Valkey or Redis: frames shared by everybody who knows the server, pipelined in both directions.
+
+The `redis` client connects and hiredis parses the answers. Commands are put together here, because
+the client would copy every frame twice before it is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+from kvboost.core import FrameKey
+from kvboost.errors import ConfigError, TierUnavailable
+from kvboost.tiers.address import seconds, shown, take_options
+from kvboost.tiers.base import Tier, TierStats
+
+if TYPE_CHECKING:
+    from redis import ConnectionPool
+
+Command: TypeAlias = "tuple[bytes | memoryview, ...]"
+
+DEFAULT_PREFIX = "kvboost:"
+_TLS_OPTIONS = (
+    "ssl_ca_certs",
+    "ssl_cert_reqs",
+    "ssl_certfile",
+    "ssl_check_hostname",
+    "ssl_keyfile",
+)
+# What may be under way at once. The server holds answers in memory until they are read.
+_IN_FLIGHT_BYTES = 8 << 20
+_MAX_IN_FLIGHT = 64
+_KEYS_PER_UNLINK = 1024
+_READ_BYTES = 128 << 10
+_JOINED_BYTES = 16 << 10  # a smaller piece is copied to its neighbours: a system call costs more
+
+
+class RedisTier(Tier):
+    """A server's memory: `redis://`, `rediss://` (TLS) or `unix://`.
+
+    Options of the URL: `ttl_s` (what is not used for so long is forgotten) and `prefix` of keys,
+    beside `db` and the `ssl_` options of the client.
+    """
+
+    name: ClassVar[str] = "redis"
+
+    def __init__(self, url: str, timeout_s: float = 1.0) -> None:
+        self._address = shown(url)
+        parsers: dict[str, Callable[[str], Any]] = {"ttl_s": seconds, "prefix": str}
+        bare_url, options = take_options(url, parsers, ("db", *_TLS_OPTIONS))
+        self._prefix: bytes = options.get("prefix", DEFAULT_PREFIX).encode()
+        ttl_s = options.get("ttl_s")
+        self._expiry = () if ttl_s is None else (b"PX", b"%d" % max(1, round(1000 * ttl_s)))
+        try:
+            from redis import ConnectionPool, exceptions  # noqa: PLC0415
+        except ImportError as error:
+            raise ConfigError(
+                f"{self._address} needs the extra `redis`: pip install 'kvboost[redis]'"
+            ) from error
+        self._no_room = exceptions.OutOfMemoryError
+        self._refusal = exceptions.ResponseError
+        try:
+            self._pool: ConnectionPool = ConnectionPool.from_url(
+                bare_url,
+                protocol=2,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                socket_read_size=_READ_BYTES,
+            )
+        except ValueError:  # its text may hold a part of the password
+            raise ConfigError(
+                f"{self._address}: expected redis://, rediss:// or unix:// with"
+                " [user:password@]host[:port], special characters in the password escaped"
+            ) from None
+
+    def get(self, keys: Sequence[FrameKey]) -> dict[FrameKey, memoryview]:
+        """Ask ahead, as far as the size of the answers allows; use puts the expiry off."""
+        name = b"GETEX" if self._expiry else b"GET"
+        questions = ((name, self._prefix + key, *self._expiry) for key in keys)
+        frames: dict[FrameKey, memoryview] = {}
+        num_asked, num_ahead, largest_bytes = 0, 2, 1
+        with self._connection() as connection:
+            for num_answered, key in enumerate(keys):
+                if num_asked - num_answered <= num_ahead // 2:
+                    asked = list(islice(questions, num_answered + num_ahead - num_asked))
+                    num_asked += len(asked)
+                    connection.send_packed_command(_wire(asked))
+                answer = self._value(connection)
+                if isinstance(answer, bytes):
+                    frames[key] = memoryview(answer)
+                    largest_bytes = max(largest_bytes, len(answer))
+                elif answer is not None:
+                    raise TypeError(f"a frame was asked for, the answer is {type(answer)}")
+                room = max(2, _IN_FLIGHT_BYTES // largest_bytes)
+                num_ahead = min(num_ahead + 1, room, _MAX_IN_FLIGHT)
+        return frames
+
+    def put(self, frames: Mapping[FrameKey, memoryview]) -> list[FrameKey]:
+        """Send batches of frames; those that the server has no memory for are returned."""
+        refused: list[FrameKey] = []
+        with self._connection() as connection:
+            for batch in _batches(frames):
+                connection.send_packed_command(
+                    _wire(
+                        (b"SET", self._prefix + key, frame, *self._expiry) for key, frame in batch
+                    )
+                )
+                refused += [key for key, _ in batch if not self._was_kept(connection)]
+        return refused
+
+    def discard(self, keys: Iterable[FrameKey]) -> None:
+        """The server frees the memory later."""
+        names = iter([self._prefix + key for key in keys])
+        while some := list(islice(names, _KEYS_PER_UNLINK)):
+            with self._connection() as connection:
+                connection.send_packed_command(_wire([(b"UNLINK", *some)]))
+                connection.read_response()
+
+    def stats(self) -> TierStats:
+        """Nothing is known here of what others have stored."""
+        return TierStats(num_entries=0, size_bytes=0, budget_bytes=0)
+
+    def close(self) -> None:
+        """Calls that are under way fail."""
+        self._pool.disconnect()
+
+    def _value(self, connection: Any) -> Any:
+        try:
+            return connection.read_response()
+        except self._refusal as error:
+            if str(error).startswith("WRONGTYPE"):
+                return b""  # somebody else's: no frame, which is for the caller to find out
+            raise
+
+    def _was_kept(self, connection: Any) -> bool:
+        try:
+            answer = connection.read_response()
+        except self._no_room:
+            return False
+        if answer != b"OK":
+            raise TypeError(f"a frame was sent, the answer is {type(answer)}")
+        return True
+
+    @contextmanager
+    def _connection(self) -> Iterator[Any]:
+        """A connection of one's own, which is dropped after any fault.
+
+        What is left of its answers could else be taken for those of the next call.
+        """
+        connection: Any = None
+        try:
+            connection = self._pool.get_connection()
+            yield connection
+        # The client fails in many ways on answers that were broken on their way.
+        except BaseException as error:
+            if connection is not None:
+                connection.disconnect()
+            if isinstance(error, Exception):
+                reason = f"{type(error).__name__}: {error}"
+                raise TierUnavailable(f"{self._address}: {reason}") from error
+            raise
+        finally:
+            if connection is not None:
+                self._pool.release(connection)
+
+
+def _batches(
+    frames: Mapping[FrameKey, memoryview],
+) -> Iterator[list[tuple[FrameKey, memoryview]]]:
+    batch: list[tuple[FrameKey, memoryview]] = []
+    size_bytes = 0
+    for key, frame in frames.items():
+        if batch and (size_bytes + frame.nbytes > _IN_FLIGHT_BYTES or len(batch) == _MAX_IN_FLIGHT):
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append((key, frame))
+        size_bytes += frame.nbytes
+    if batch:
+        yield batch
+
+
+def _wire(commands: Iterable[Command]) -> list[bytearray | bytes | memoryview]:
+    """Commands in the server's protocol, in pieces; large arguments are not copied."""
+    pieces: list[bytearray | bytes | memoryview] = []
+    joined = bytearray()
+    for command in commands:
+        joined += b"*%d\r\n" % len(command)
+        for argument in command:
+            size_bytes = memoryview(argument).nbytes
+            joined += b"$%d\r\n" % size_bytes
+            if size_bytes > _JOINED_BYTES:
+                pieces += (joined, argument)
+                joined = bytearray()
+            else:
+                joined += argument
+            joined += b"\r\n"
+    return [*pieces, joined] if joined else pieces

@@ -1,0 +1,301 @@
+"""Memory on top of slower tiers: what is found below comes up, what is new goes down later."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvboost.codecs.frame import Head, allocate, check, read
+from kvboost.core import FrameKey
+from kvboost.metrics import Metrics
+from kvboost.tiers.base import Tier
+from kvboost.tiers.guarded import Check, GuardedTier
+
+if TYPE_CHECKING:
+    from kvboost.tiers.memory import MemoryTier
+
+BATCH_BYTES = 8 << 20  # of frames that are asked of a shared tier at once
+MOST_NOTES = 1 << 16  # that wait to be written
+
+
+@dataclass(frozen=True, slots=True)
+class Opener:
+    """How a tier is opened, and how long an engine that starts waits for it."""
+
+    name: str
+    make: Callable[[], Tier]
+    patience_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a request waits for the tiers below memory, however often it asks them."""
+
+    until: float  # by `time.monotonic`
+    each_s: float  # for one answer
+
+    @property
+    def left_s(self) -> float:
+        """What is left of it."""
+        return max(0.0, self.until - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a tier that is asked now has no fair chance to answer."""
+        return self.left_s < self.each_s / 2
+
+
+class TierStack:
+    """Where the K/V of an engine lies. Thread-safe; nothing here raises because of a tier.
+
+    A chunk stays in memory until it is written below, so that what waits to be written is within
+    memory's budget.
+    """
+
+    def __init__(self, memory: MemoryTier, metrics: Metrics, deadline_s: float) -> None:
+        """`deadline_s` is what a request waits at most for a tier below memory."""
+        self.memory = memory
+        self._metrics = metrics
+        self._deadline_s = deadline_s
+        self._below: list[GuardedTier] = []
+        self._lock = threading.Lock()
+        self._notes: dict[FrameKey, memoryview] = {}
+        self._gone: list[FrameKey] = []
+        self._mapped: dict[FrameKey, memoryview] = {}
+        self._loading = threading.Lock()
+        self._raiser = ThreadPoolExecutor(1, "kvboost-raise")
+
+    def add_below(self, opener: Opener, opened: Callable[[Tier], None]) -> None:
+        """Put a tier below those that are here, and wait until it was opened or failed to.
+
+        Raises:
+            ConfigError: it can never be opened.
+        """
+        guarded = GuardedTier(opener.name, opener.make, self, self._metrics, opened)
+        self._below.append(guarded)
+        guarded.wait_until_tried(opener.patience_s)
+
+    @property
+    def is_deep(self) -> bool:
+        """Whether there is anything below memory."""
+        return bool(self._below)
+
+    def patience(self, limit_s: float = math.inf) -> Patience:
+        """That of a request which starts now.
+
+        `limit_s` is how long it makes sense to wait for a tier, if less than the deadline.
+        """
+        each_s = min(limit_s, self._deadline_s)
+        return Patience(time.monotonic() + each_s * len(self._below), each_s)
+
+    def get(self, keys: Sequence[FrameKey]) -> dict[FrameKey, memoryview]:
+        """Frames that are in memory or in a tier of our own, if that answers in time.
+
+        Those of a disk are read from its files, and copied into memory by `raise_mapped`.
+        """
+        self.raise_mapped()  # what a request left behind that did not come to its end
+        found = self.memory.get(keys)
+        for guarded in self._below:
+            wanted = [key for key in keys if key not in found and guarded.holds(key)]
+            loaded = guarded.get(wanted, time.monotonic() + self._deadline_s, check)
+            self._metrics.add("loaded_chunks", len(loaded))
+            with self._lock:
+                self._mapped.update(loaded)
+            found |= loaded
+        return found
+
+    def load(
+        self, keys: Sequence[FrameKey], patience: Patience, *, in_order: bool = False
+    ) -> list[Head]:
+        """Bring frames from shared tiers into memory, at most half of what it holds.
+
+        `in_order` says that a key is of no use unless all keys before it were found.
+        """
+        heads: list[Head] = []
+        room_bytes = self.memory.stats().budget_bytes // 2
+        for guarded in self._below:
+            if guarded.is_own:
+                continue
+            rest, batch_keys = [key for key in keys if not self.memory.holds(key)], 1
+            while rest and room_bytes > 0:
+                batch, rest = rest[:batch_keys], rest[batch_keys:]
+                sizes = self._load_batch(guarded, batch, patience, heads)
+                room_bytes -= sum(sizes)
+                if (in_order and len(sizes) < len(batch)) or patience.is_over:
+                    break
+                if sizes:
+                    batch_keys = max(1, min(BATCH_BYTES, room_bytes) // max(sizes))
+        return heads
+
+    def hint(self, keys: Sequence[FrameKey]) -> None:
+        """Say which keys will be asked for soon."""
+        for guarded in self._below:
+            guarded.hint(keys)
+
+    def raise_mapped(self) -> None:
+        """Copy what was read from a disk's files into memory, behind the request that read it."""
+        with self._lock:
+            mapped, self._mapped = self._mapped, {}
+        if mapped:
+            with suppress(RuntimeError):  # the interpreter ends
+                self._raiser.submit(self._raise, mapped)
+
+    def put(self, key: FrameKey, frame: memoryview) -> bool:
+        """Keep a frame in memory, which the caller gives away; whether there was room for it.
+
+        Where tiers below work, all that is new comes in: it is on its way down.
+        """
+        is_passed_on = any(guarded.tier is not None for guarded in self._below)
+        keep = self.memory.admit if is_passed_on else self.memory.put
+        gone = keep({key: frame})
+        self._note_gone(each for each in gone if each != key)
+        return key not in gone
+
+    def send_below(self, keys: Iterable[FrameKey]) -> None:
+        """Have frames that are in memory written below, the first ones first."""
+        for key in keys:
+            for guarded in self._below:
+                if self.memory.hold(key):
+                    guarded.behind.put(key)
+                else:
+                    self._metrics.add("dropped_writes")
+
+    def get_notes(
+        self, keys: Sequence[FrameKey], check_note: Check, patience: Patience
+    ) -> Mapping[FrameKey, memoryview]:
+        """What processes have noted under keys in the shared tier."""
+        shared = self._shared()
+        return {} if shared is None else _ask(shared, keys, patience, check_note)
+
+    def put_notes(self, notes: Mapping[FrameKey, memoryview]) -> None:
+        """Note something for other processes in the shared tier."""
+        shared = self._shared()
+        with self._lock:
+            if shared is None or len(self._notes) + len(notes) > MOST_NOTES:
+                return
+            new = [key for key in notes if key not in self._notes]  # others wait already
+            self._notes.update(notes)
+        for key in new:
+            shared.behind.put(key)
+
+    def pin(self, keys: Sequence[FrameKey], ttl_s: float | None) -> int:
+        """Keep keys in memory, for `ttl_s` seconds or for good; how many of them are there."""
+        self._raise(self.get(keys))
+        return self.memory.pin(keys, ttl_s)
+
+    def discard(self, key: FrameKey) -> bool:
+        """Forget `key` everywhere unless it is pinned; whether it is gone or going."""
+        self.memory.discard([key])
+        if self.memory.holds(key):
+            return False
+        for guarded in self._below:
+            guarded.behind.discard(key)
+        return True
+
+    def holds(self, key: FrameKey) -> bool:
+        """Whether `key` is known to be in a tier, though perhaps not to be had now."""
+        return self.memory.holds(key) or any(guarded.holds(key) for guarded in self._below)
+
+    def has_at_hand(self, key: FrameKey) -> bool:
+        """Whether `key` is in memory, or known to be in a tier that works."""
+        return self.memory.holds(key) or any(
+            guarded.tier is not None and guarded.holds(key) for guarded in self._below
+        )
+
+    def take_gone(self) -> list[FrameKey]:
+        """The keys that left a tier since this was asked before."""
+        with self._lock:
+            gone, self._gone = self._gone, []
+        return gone
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything is written below or given up; whether it is."""
+        waits = [guarded.behind.flush(timeout_s) for guarded in self._below]
+        return all(waits)
+
+    def stats(self) -> dict[str, dict[str, int | bool]]:
+        """Sizes and counts of the tiers below memory, by name."""
+        return {guarded.name: guarded.stats() for guarded in self._below}
+
+    def close(self) -> None:
+        """Finish writing and let all tiers go."""
+        self._raiser.shutdown(cancel_futures=True)
+        for guarded in self._below:
+            guarded.close()
+
+    def _load_batch(
+        self,
+        guarded: GuardedTier,
+        keys: Sequence[FrameKey],
+        patience: Patience,
+        heads: list[Head],
+    ) -> list[int]:
+        """Load frames and add what their heads say; their sizes.
+
+        One batch at a time, because a batch is beyond memory's budget until it is copied.
+        """
+        if not self._loading.acquire(timeout=patience.left_s):
+            return []
+        try:
+            frames = _ask(guarded, keys, patience, check)
+            self._metrics.add("loaded_chunks", len(frames))
+            heads += map(read, frames.values())
+            sizes = [frame.nbytes for frame in frames.values()]
+            # The last one first, so that it is the first to leave.
+            for key in reversed(list(frames)):
+                self._note_gone(self.memory.admit({key: _copied(frames.pop(key))}))
+            return sizes
+        finally:
+            self._loading.release()
+
+    # What the writing threads ask for (`behind.Source`).
+
+    def take(self, key: FrameKey) -> memoryview | None:
+        """A frame to write; None if it was discarded meanwhile."""
+        return self._notes.get(key) or self.memory.peek(key)
+
+    def written(self, key: FrameKey) -> None:
+        """A key was written, or given up."""
+        with self._lock:
+            is_note = self._notes.pop(key, None) is not None
+        if not is_note:
+            self.memory.release(key)
+
+    def left(self, keys: Sequence[FrameKey]) -> None:
+        """Keys left a tier to make room."""
+        self._note_gone(keys)
+
+    def _raise(self, frames: Mapping[FrameKey, memoryview]) -> None:
+        for key, frame in frames.items():
+            if not self.memory.holds(key):
+                self._note_gone(self.memory.admit({key: _copied(frame)}))
+
+    def _shared(self) -> GuardedTier | None:
+        """The first tier that others read too, if it works."""
+        working = (each for each in self._below if each.tier is not None and not each.is_own)
+        return next(working, None)
+
+    def _note_gone(self, keys: Iterable[FrameKey]) -> None:
+        with self._lock:
+            self._gone += keys
+
+
+def _ask(
+    guarded: GuardedTier, keys: Sequence[FrameKey], patience: Patience, check_each: Check
+) -> dict[FrameKey, memoryview]:
+    if patience.is_over:
+        return {}
+    until = min(patience.until, time.monotonic() + patience.each_s)
+    return guarded.get(keys, until, check_each)
+
+
+def _copied(frame: memoryview) -> memoryview:
+    copy = allocate(frame.nbytes)
+    copy[:] = frame
+    return copy

@@ -1,0 +1,75 @@
+"""URLs -> tiers below memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from kvboost.errors import ConfigError
+from kvboost.tiers.address import split_url
+from kvboost.tiers.base import Tier
+from kvboost.tiers.disk.tier import DiskTier
+from kvboost.tiers.stack import Opener
+
+# Imported when they are asked for: their clients are extras.
+SHARED = {
+    "redis": ("kvboost.tiers.redis", "RedisTier"),
+    "rediss": ("kvboost.tiers.redis", "RedisTier"),
+    "unix": ("kvboost.tiers.redis", "RedisTier"),
+    "mooncake": ("kvboost.tiers.mooncake", "MooncakeTier"),
+}
+SCHEMES = ("memory", "file", *SHARED)
+
+
+def openers(urls: str, budget_bytes: int, timeout_s: float) -> list[Opener]:
+    """A way to open each of the URLs, which blanks separate.
+
+    `budget_bytes` is for disk tiers, `timeout_s` for the sockets of shared ones.
+
+    Raises:
+        ConfigError: a URL is not understood.
+    """
+    found: list[Opener] = []
+    for url in urls.split():
+        scheme = split_url(url).scheme
+        if scheme == "file":
+            make = partial(DiskTier, folder_of(url), budget_bytes)
+            found.append(Opener("disk", make, patience_s=60.0))  # a large one reads its index
+        elif scheme in SHARED:
+            name = SHARED[scheme][0].rpartition(".")[2]
+            found.append(Opener(name, partial(_open_shared, url, timeout_s)))
+        elif url != "memory://":  # which is always on top
+            raise ConfigError(
+                f"cache_url: {scheme or url.split('@')[-1]!r} is none of "
+                f"{', '.join(f'{each}://' for each in SCHEMES)}"
+            )
+    names = [opener.name for opener in found]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"cache_url: each kind of tier may be there once, got {', '.join(names)}")
+    return found
+
+
+def folder_of(url: str) -> Path:
+    """The folder of a file:// URL; anything else is a folder already.
+
+    Raises:
+        ConfigError: the URL names a host.
+    """
+    parts = split_url(url)
+    if parts.scheme != "file":
+        return Path(url)
+    if parts.netloc not in ("", "localhost"):
+        raise ConfigError(f"{url}: a folder has three slashes: file:///{parts.netloc}{parts.path}")
+    return Path(unquote(parts.path))
+
+
+def _open_shared(url: str, timeout_s: float) -> Tier:
+    module, name = SHARED[split_url(url).scheme]
+    tier: Callable[..., Any] = getattr(import_module(module), name)
+    opened = tier(url, timeout_s=timeout_s)
+    assert isinstance(opened, Tier)
+    return opened

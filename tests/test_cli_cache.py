@@ -1,0 +1,65 @@
+"""`kvboost cache`, as an operator calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fakes import WordTokenizer, words
+from kvboost import KVBoost
+from kvboost.cli.main import main
+from kvboost.tiers.disk.tier import DiskTier
+from tiny_models import SUPPORTED, build
+
+pytestmark = pytest.mark.tiny
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The disk tier of an engine that has ended."""
+    host = build(*SUPPORTED["llama"])
+    options = {"chunk_size": 16, "disk_cache_dir": str(tmp_path), "max_disk_bytes": 2**22}
+    with KVBoost(host, WordTokenizer(), **options) as engine:
+        for tenant in ("a", "b"):
+            engine.generate(words(100), 2, tenant=tenant)
+    return tmp_path
+
+
+def test_ls_counts_by_namespace(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "ls", folder.as_uri(), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["tokens"] for row in rows] == [101, 101]
+    assert {row["codec"] for row in rows} == {"raw"}
+    assert main(["cache", "ls", str(folder)]) == 0
+    assert "14 chunks, " in capsys.readouterr().out
+
+
+def test_verify_and_gc_find_what_is_damaged(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache", "verify", str(folder)]) == 0
+    assert "14 chunks, 0 damaged" in capsys.readouterr().out
+    segment = max(folder.glob("segment-*.kv"), key=lambda path: path.read_bytes().count(b"KVBF"))
+    spoiled = bytearray(segment.read_bytes())
+    spoiled[spoiled.index(b"KVBF") + 500] ^= 1
+    segment.write_bytes(spoiled)
+    assert main(["cache", "verify", str(folder)]) == 1
+    assert "14 chunks, 1 damaged" in capsys.readouterr().out
+    assert main(["cache", "gc", str(folder)]) == 0
+    assert "13 chunks kept, 1 damaged ones dropped" in capsys.readouterr().out
+    assert main(["cache", "verify", str(folder)]) == 0
+
+
+def test_clear_and_errors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tier = DiskTier(folder, 2**22)
+    assert main(["cache", "ls", str(folder)]) == 0  # also while it is in use
+    assert main(["cache", "clear", str(folder)]) == 1
+    assert "in use by process" in capsys.readouterr().err
+    tier.close()
+    assert main(["cache", "clear", str(folder)]) == 0
+    assert main(["cache", "ls", str(folder)]) == 0
+    assert capsys.readouterr().out.endswith("0 chunks, 0.0 MB\n")
+    assert main(["cache", "ls", str(folder / "elsewhere")]) == 1
+    assert "is not the folder of a disk tier" in capsys.readouterr().err

@@ -1,0 +1,401 @@
+"""The disk tier: what was acknowledged is there after any end of the process, and bounded."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvboost.core import FrameKey, PrefixKey
+from kvboost.errors import TierUnavailable
+from kvboost.tiers.disk import log, segment
+from kvboost.tiers.disk import tier as disk_tier
+from kvboost.tiers.disk.folder import clear
+from kvboost.tiers.disk.segment import BLOCK_BYTES
+from kvboost.tiers.disk.tier import MOST_MAPPED, DiskTier
+
+MIB = 2**20
+
+
+def key_of(number: int) -> FrameKey:
+    return PrefixKey(number.to_bytes(32, "little"))
+
+
+def bytes_of(number: int, size: int = 30_000) -> bytes:
+    return random.Random(number).randbytes(size)
+
+
+def put(tier: DiskTier, *numbers: int, size: int = 30_000) -> list[FrameKey]:
+    return tier.put({key_of(n): memoryview(bytes_of(n, size)) for n in numbers})
+
+
+class Folder:
+    """Opens tiers in one folder, and closes them at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.tier = path, None
+
+    def open(self, budget_bytes: int = MIB) -> DiskTier:
+        self.close()
+        self.tier = DiskTier(self.path, budget_bytes)
+        return self.tier
+
+    def close(self) -> None:
+        if self.tier is not None:
+            self.tier.close()
+        self.tier = None
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    folder = Folder(tmp_path)
+    yield folder
+    folder.close()
+
+
+def on_disk(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["put", "put", "get", "discard", "reopen", "compact"]),
+        st.integers(0, 30),
+        st.integers(1, 90_000),
+    ),
+    max_size=60,
+)
+
+
+@given(operations=OPERATIONS)
+@settings(max_examples=40, deadline=None)
+def test_it_is_a_bounded_map_across_processes(
+    operations: list[tuple[str, int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("disk")
+    tier, held = DiskTier(folder, MIB), {}
+    for name, number, size in operations:
+        key = key_of(number)
+        if name == "put":
+            held[key] = bytes_of(size, size)
+            for gone in tier.put({key: memoryview(held[key])}):
+                held.pop(gone, None)
+        elif name == "discard":
+            tier.discard([key])
+            held.pop(key, None)
+        elif name == "reopen":
+            tier.close()
+            tier = DiskTier(folder, MIB)
+        elif name == "compact":
+            tier.compact()
+        got = tier.get([key])
+        assert {k: bytes(frame) for k, frame in got.items()} == (
+            {key: held[key]} if key in held else {}
+        )
+        assert tier.stats().num_entries == len(held)
+        assert tier.stats().size_bytes <= MIB and on_disk(folder) <= MIB + BLOCK_BYTES
+    tier.close()
+
+
+def test_what_was_used_outlives_what_was_only_stored(folder: Folder) -> None:
+    tier = folder.open()
+    put(tier, 0, 1, 2)
+    for number in range(10, 100):
+        tier.get([key_of(1)])
+        put(tier, number)
+    assert tier.holds(key_of(1)) and not tier.holds(key_of(0)) and not tier.holds(key_of(2))
+    assert bytes(tier.get([key_of(1)])[key_of(1)]) == bytes_of(1)
+
+
+def test_a_frame_that_fits_no_segment_is_refused(folder: Folder) -> None:
+    tier = folder.open()
+    put(tier, 1)
+    assert put(tier, 2, size=500_000) == [key_of(2)]
+    assert tier.holds(key_of(1)) and not tier.holds(key_of(2))
+
+
+def test_a_folder_serves_one_process_at_a_time(folder: Folder) -> None:
+    folder.open()
+    with pytest.raises(TierUnavailable, match=f"in use by process {os.getpid()}"):
+        DiskTier(folder.path, MIB)
+    with pytest.raises(TierUnavailable, match="in use"):
+        clear(folder.path)
+    folder.open().close()
+    folder.tier = None
+
+
+def test_a_smaller_budget_makes_the_folder_smaller(folder: Folder) -> None:
+    tier = folder.open(4 * MIB)
+    put(tier, *range(100))
+    tier = folder.open()
+    assert tier.stats().size_bytes <= MIB and on_disk(folder.path) <= MIB + BLOCK_BYTES
+    put(tier, *range(200, 240))
+    held = [number for number in range(300) if tier.holds(key_of(number))]
+    assert held and all(
+        bytes(tier.get([key_of(number)])[key_of(number)]) == bytes_of(number) for number in held
+    )
+
+
+def test_damage_to_the_index_loses_only_the_damaged_records(folder: Folder) -> None:
+    tier = folder.open(4 * MIB)
+    put(tier, *range(50))
+    folder.close()
+    index = folder.path / "index-v1.log"
+    records = bytearray(index.read_bytes())
+    size = len(records) // 50
+    records[10 * size + 5] ^= 255
+    records[20 * size] ^= 1
+    index.write_bytes(bytes(records) + b"torn")
+    tier = folder.open(4 * MIB)
+    held = [number for number in range(50) if tier.holds(key_of(number))]
+    assert held == [number for number in range(50) if number not in (10, 20)]
+    put(tier, 10)
+    assert folder.open(4 * MIB).holds(key_of(10))
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 5000, None])
+def test_a_spoiled_index_is_an_empty_one(folder: Folder, damage: bytes | None) -> None:
+    tier = folder.open()
+    put(tier, *range(10))
+    folder.close()
+    index = folder.path / "index-v1.log"
+    if damage is None:
+        index.unlink()
+    else:
+        index.write_bytes(damage)
+    tier = folder.open()
+    assert tier.stats().num_entries == 0
+    assert put(tier, *range(10)) == []
+    assert bytes(tier.get([key_of(3)])[key_of(3)]) == bytes_of(3)
+
+
+def test_what_is_being_read_is_not_overwritten(folder: Folder) -> None:
+    tier = folder.open()
+    put(tier, 0)
+    frame = tier.get([key_of(0)])[key_of(0)]
+    for number in range(10, 200):
+        put(tier, number)
+    assert bytes(frame) == bytes_of(0)
+    held = tier.get([key_of(n) for n in range(200)])  # every full segment has a reader now
+    for number in range(200, 300):
+        put(tier, number)
+    assert all(bytes(held[key]) == bytes_of(int.from_bytes(key, "little")) for key in held)
+    assert tier.holds(key_of(299)) and on_disk(folder.path) <= MIB + BLOCK_BYTES
+
+
+def test_a_frame_of_most_of_a_segment_has_room_beside_what_moves(folder: Folder) -> None:
+    tier = folder.open()
+    segment_bytes = MIB * 15 // 16 // 8 // BLOCK_BYTES * BLOCK_BYTES
+    for number in range(200):
+        put(tier, number, size=10_000)
+        tier.get([key_of(n) for n in range(max(0, number - 60), number + 1)])
+        if number % 20 == 19:
+            put(tier, 1000 + number, size=segment_bytes * 7 // 10)
+        assert all(path.stat().st_size <= segment_bytes for path in folder.path.glob("segment-*"))
+    held = {n for n in range(1200) if tier.holds(key_of(n))}
+    tier = folder.open()
+    assert {n for n in range(1200) if tier.holds(key_of(n))} == held and 1199 in held
+
+
+def test_clearing_leaves_nothing(folder: Folder) -> None:
+    tier = folder.open()
+    put(tier, 1)
+    folder.close()
+    clear(folder.path)
+    assert [path.name for path in folder.path.iterdir()] == ["lock"]
+    assert folder.open().stats().num_entries == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Path:
+    """A file system of 6 MiB."""
+    folder = Folder(tmp_path / "small")
+    folder.path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder.path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system needs more rights")
+    yield folder
+    folder.close()
+    subprocess.run(["umount", "-l", str(folder.path)], check=True)
+
+
+def test_a_full_disk_is_used_as_far_as_it_goes(small_disk: Folder) -> None:
+    tier = small_disk.open(64 * MIB)  # segments of 7.5 MiB: not one fits
+    with pytest.raises(TierUnavailable, match="no room"):
+        put(tier, 1)
+    assert tier.get([key_of(1)]) == {}
+    tier = small_disk.open(12 * MIB)  # segments of 1.4 MiB: four of eight fit
+    for number in range(400):
+        put(tier, number)
+    assert tier.holds(key_of(399)) and tier.stats().num_entries > 50
+    (small_disk.path / "filler").write_bytes(bytes(os.statvfs(small_disk.path).f_bavail * 4096))
+    with suppress(TierUnavailable):  # now not a byte is left; records take room too
+        for number in range(400, 800):
+            put(tier, number)
+    held = [number for number in range(800) if tier.holds(key_of(number))]
+    assert held and all(
+        bytes(tier.get([key_of(number)])[key_of(number)]) == bytes_of(number) for number in held
+    )
+
+
+def test_a_read_only_folder_is_unavailable(small_disk: Folder) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk.path)], check=True)
+    with pytest.raises(TierUnavailable, match="Read-only"):
+        DiskTier(small_disk.path, MIB)
+
+
+WRITER = """
+import sys, random
+from pathlib import Path
+from kvboost.core import PrefixKey
+from kvboost.tiers.disk.tier import DiskTier
+folder, first, budget = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+tier = DiskTier(folder, budget)
+print("ready", flush=True)
+for number in range(first, first + 10**6):
+    frame = random.Random(number).randbytes(20_000 + 7919 * number % 20_000)
+    tier.get([PrefixKey(n.to_bytes(32, "little")) for n in range(max(0, number - 20), number, 3)])
+    gone = tier.put({PrefixKey(number.to_bytes(32, "little")): memoryview(frame)})
+    left = " ".join(str(int.from_bytes(key, "little")) for key in gone)
+    print(number, left, flush=True)
+"""
+
+
+def crash_once(folder: Path, first: int, budget: int, rng: random.Random) -> tuple[int, set[int]]:
+    """Let a process write until it is killed; what it acknowledged, and what it said has left."""
+    command = [sys.executable, "-c", WRITER, str(folder), str(first), str(budget)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+        time.sleep(rng.uniform(0, 0.05))
+        writer.send_signal(signal.SIGKILL)
+        lines = writer.stdout.read().splitlines(keepends=True)
+    last, left = first - 1, set()
+    for line in lines:
+        if line.endswith("\n"):
+            last, *gone = map(int, line.split())
+            left |= set(gone)
+    return last, left
+
+
+@pytest.mark.parametrize("budget", [2048 * MIB, 2 * MIB])
+def test_nothing_acknowledged_is_lost_by_a_crash(tmp_path: Path, budget: int) -> None:
+    num_crashes = int(os.environ.get("KVBOOST_TEST_CRASHES", "8"))
+    rng, first, expected = random.Random(budget), 0, set()
+    for _ in range(num_crashes):
+        last, left = crash_once(tmp_path, first, budget, rng)
+        tier = DiskTier(tmp_path, budget)
+        expected = (expected | set(range(first, last + 1))) - left
+        held = {n for n in range(first + 10_000) if tier.holds(key_of(n))}
+        # The one it was killed at may have made it, and may have emptied a segment unheard.
+        assert held - expected <= {last + 1}
+        assert len(expected - held) <= (12 if budget < 100 * MIB else 0)
+        for number in [*range(first, last + 1), *rng.sample(sorted(held), min(50, len(held)))]:
+            if number in held:
+                expected_bytes = bytes_of(number, 20_000 + 7919 * number % 20_000)
+                assert bytes(tier.get([key_of(number)])[key_of(number)]) == expected_bytes
+        assert on_disk(tmp_path) <= budget + 2 * BLOCK_BYTES
+        tier.close()
+        expected, first = held, last + 2
+    assert first > num_crashes
+
+
+def num_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="no /proc here")
+
+
+@needs_proc
+def test_many_frames_in_use_take_few_files(folder: Folder) -> None:
+    tier = folder.open(8 * MIB)
+    put(tier, *range(400), size=4000)
+    before = num_open_files()
+    frames = tier.get([key_of(number) for number in range(400)])
+    assert num_open_files() - before <= MOST_MAPPED
+    assert all(frames[key_of(number)] == bytes_of(number, 4000) for number in range(400))
+
+
+@needs_proc
+def test_a_disk_without_room_for_the_index_keeps_no_files_open(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    put(folder.open(), 1)
+    folder.close()
+    before = num_open_files()
+    monkeypatch.setattr(log, "_write_all", refuse)
+    for _ in range(3):
+        tier = folder.open()
+        assert tier.get([key_of(1)]) == {key_of(1): bytes_of(1)}
+        with pytest.raises(TierUnavailable, match="No space"):
+            put(tier, 2)
+        with pytest.raises(TierUnavailable, match="No space"):
+            tier.compact()
+        folder.close()
+    assert num_open_files() == before
+    monkeypatch.undo()
+    assert folder.open().get([key_of(1)]) == {key_of(1): bytes_of(1)}
+
+
+def test_a_full_disk_does_not_lock_a_folder_for_good(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    folder.open()
+    folder.close()
+    monkeypatch.undo()
+    assert put(folder.open(), 1) == []
+
+
+@pytest.mark.parametrize("num_bytes", [1, BLOCK_BYTES, 3 * BLOCK_BYTES])
+def test_a_segment_that_was_cut_short_does_not_set_the_size_of_others(
+    folder: Folder, num_bytes: int
+) -> None:
+    put(folder.open(), *range(6))
+    folder.close()
+    first, second, *_ = sorted(folder.path.glob("segment-*"))
+    size_bytes = first.stat().st_size
+    os.truncate(first, num_bytes)
+    assert put(folder.open(), 7) == []
+    assert second.stat().st_size == size_bytes
+    assert folder.tier.get([key_of(7)]) == {key_of(7): bytes_of(7)}
+
+
+def test_a_frame_whose_pages_cannot_be_read_is_an_empty_one(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is cut between the mapping and the first touch, as if its disk failed there."""
+    tier = folder.open()
+    put(tier, 1)
+    is_readable = segment.is_readable
+
+    def cut(view: memoryview) -> bool:
+        for path in folder.path.glob("segment-*"):
+            os.truncate(path, 0)
+        return is_readable(view)
+
+    monkeypatch.setattr(disk_tier, "is_readable", cut)
+    with mmap.mmap(-1, BLOCK_BYTES) as page:
+        try:
+            page.madvise(segment.POPULATE_READ)
+        except OSError:
+            pytest.skip("this system cannot tell")
+    assert tier.get([key_of(1)]) == {key_of(1): b""}

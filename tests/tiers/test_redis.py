@@ -1,0 +1,402 @@
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvboost.core import FrameKey, PrefixKey
+from kvboost.errors import ConfigError, TierUnavailable
+from kvboost.tiers.redis import RedisTier, _wire
+from servers import Proxy, Server, free_port, redis_server
+
+MB = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with redis_server() as running:
+        yield running
+
+
+@pytest.fixture
+def tier(server: Server) -> Iterator[RedisTier]:
+    made = RedisTier(f"redis://127.0.0.1:{server.port}", timeout_s=5)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def open_tier() -> Iterator[Callable[..., RedisTier]]:
+    made: list[RedisTier] = []
+
+    def make(url: str, timeout_s: float = 5) -> RedisTier:
+        made.append(RedisTier(url, timeout_s))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def some(num_frames: int, size_bytes: int) -> dict[FrameKey, memoryview]:
+    return {
+        PrefixKey(os.urandom(32)): memoryview(os.urandom(size_bytes)) for _ in range(num_frames)
+    }
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("size_bytes", [0, 1, 36, 16 << 10, (16 << 10) + 1, MB, 3 * MB, 10 * MB])
+def test_what_was_put_is_got(tier: RedisTier, size_bytes: int) -> None:
+    frames = some(3, size_bytes)
+    assert tier.put(frames) == []
+    assert tier.get(list(frames)) == frames
+    tier.discard(frames)
+
+
+@pytest.mark.servers
+def test_many_keys_of_many_sizes_keep_their_order(tier: RedisTier) -> None:
+    frames = {key: frame for n in range(40) for key, frame in some(10, 37 * n * n).items()}
+    assert tier.put(frames) == []
+    missing = list(some(200, 0))
+    asked = [key for pair in zip(frames, missing, strict=False) for key in pair]
+    assert tier.get(asked) == {key: frames[key] for key in asked if key in frames}
+    assert tier.get(missing) == {}
+    assert tier.get([]) == {}
+    assert tier.put({}) == []
+
+
+@pytest.mark.servers
+def test_views_of_other_things_than_bytes_are_stored_whole(tier: RedisTier) -> None:
+    words = memoryview(bytearray(40_000)).cast("I")
+    words[7] = 99
+    key = PrefixKey(bytes(32))
+    tier.put({key: words})
+    assert tier.get([key])[key] == words.cast("B")
+
+
+@pytest.mark.servers
+def test_a_discarded_frame_is_gone_for_everybody(
+    tier: RedisTier, server: Server, open_tier: Callable[..., RedisTier]
+) -> None:
+    other = open_tier(f"redis://127.0.0.1:{server.port}")
+    frames = some(3, 100)
+    other.put(frames)
+    first, *rest = frames
+    tier.discard([first])
+    tier.discard([])
+    assert other.get(list(frames)) == {key: frames[key] for key in rest}
+
+
+@pytest.mark.servers
+def test_the_last_of_two_writers_is_read(
+    tier: RedisTier, server: Server, open_tier: Callable[..., RedisTier]
+) -> None:
+    other, key = open_tier(f"redis://127.0.0.1:{server.port}"), PrefixKey(os.urandom(32))
+    tier.put({key: memoryview(b"older")})
+    other.put({key: memoryview(b"newer")})
+    assert tier.get([key]) == {key: b"newer"}
+
+
+@pytest.mark.servers
+def test_prefixes_part_what_is_stored(server: Server, open_tier: Callable[..., RedisTier]) -> None:
+    ours, theirs = (open_tier(f"redis://127.0.0.1:{server.port}?prefix={p}") for p in ("a:", "b:"))
+    frames = some(1, 10)
+    ours.put(frames)
+    assert theirs.get(list(frames)) == {}
+    assert ours.get(list(frames)) == frames
+
+
+@pytest.mark.servers
+def test_what_is_not_used_is_forgotten(server: Server, open_tier: Callable[..., RedisTier]) -> None:
+    tier = open_tier(f"redis://127.0.0.1:{server.port}?ttl_s=1.5")
+    (used, frame), (unused, _) = frames = list(some(2, 100).items())
+    tier.put(dict(frames))
+    until = time.monotonic() + 3
+    while time.monotonic() < until:
+        assert tier.get([used]) == {used: frame}
+        time.sleep(0.05)
+    assert tier.get([unused]) == {}
+
+
+@pytest.mark.servers
+def test_a_unix_socket_works(tmp_path: Path, open_tier: Callable[..., RedisTier]) -> None:
+    with redis_server("--unixsocket", str(tmp_path / "socket")):
+        tier, frames = open_tier(f"unix://{tmp_path}/socket?prefix=x"), some(4, MB)
+        tier.put(frames)
+        assert tier.get(list(frames)) == frames
+
+
+@pytest.mark.servers
+def test_the_password_is_needed_and_never_shown(open_tier: Callable[..., RedisTier]) -> None:
+    with redis_server("--requirepass", "right/one") as server:
+        place, frames = f"127.0.0.1:{server.port}", some(1, 10)
+        knowing = open_tier(f"redis://:right%2Fone@{place}")
+        knowing.put(frames)
+        assert knowing.get(list(frames)) == frames
+        for url in (f"redis://:secretword@{place}", f"redis://{place}"):
+            with pytest.raises(TierUnavailable, match="redis://127") as caught:
+                open_tier(url).get(list(frames))
+            assert "secretword" not in str(caught.value)
+
+
+@pytest.mark.servers
+def test_tls_is_spoken_and_certificates_are_checked(
+    tmp_path: Path, open_tier: Callable[..., RedisTier]
+) -> None:
+    with redis_server(tls_folder=tmp_path) as server:
+        url = f"rediss://localhost:{server.port}"
+        tier = open_tier(f"{url}?ssl_ca_certs={tmp_path}/certificate.pem")
+        frames = some(4, MB)
+        assert tier.put(frames) == []
+        assert tier.get(list(frames)) == frames
+        with pytest.raises(TierUnavailable, match=r"(?i)certificate"):
+            open_tier(url).get(list(frames))
+
+
+@pytest.mark.servers
+def test_frames_that_a_full_server_refuses_are_returned(
+    open_tier: Callable[..., RedisTier],
+) -> None:
+    with redis_server("--maxmemory", "12mb", "--maxmemory-policy", "noeviction") as server:
+        tier, frames = open_tier(f"redis://127.0.0.1:{server.port}"), some(20, MB)
+        refused = tier.put(frames)
+        assert 0 < len(refused) < 20
+        kept = {key: frame for key, frame in frames.items() if key not in refused}
+        assert tier.get(list(frames)) == kept
+        tier.discard(kept)
+        assert tier.put(some(1, MB)) == []
+
+
+@pytest.mark.servers
+def test_a_server_that_evicts_takes_everything(open_tier: Callable[..., RedisTier]) -> None:
+    with redis_server("--maxmemory", "12mb", "--maxmemory-policy", "allkeys-lru") as server:
+        tier, frames = open_tier(f"redis://127.0.0.1:{server.port}"), some(20, MB)
+        assert tier.put(frames) == []
+        got = tier.get(list(frames))
+        assert 0 < len(got) < 20
+        assert got == {key: frames[key] for key in got}
+
+
+@pytest.mark.servers
+def test_a_value_of_another_kind_is_no_frame_and_no_fault(tier: RedisTier, server: Server) -> None:
+    (strange, frame), *rest = some(5, 1000).items()
+    tier.put(dict(rest))
+    with socket.create_connection(("127.0.0.1", server.port)) as other:
+        other.sendall(b"".join(map(bytes, _wire([(b"RPUSH", b"kvboost:" + strange, b"a list")]))))
+        assert other.recv(100) == b":1\r\n"
+    assert tier.get([strange, *dict(rest)]) == {strange: b"", **dict(rest)}
+    tier.put({strange: frame})
+    assert tier.get([strange]) == {strange: frame}
+
+
+@pytest.mark.servers
+def test_a_replica_that_may_not_write_is_a_fault(open_tier: Callable[..., RedisTier]) -> None:
+    with redis_server("--replicaof", "127.0.0.1", str(free_port())) as server:
+        tier = open_tier(f"redis://127.0.0.1:{server.port}")
+        with pytest.raises(TierUnavailable):
+            tier.put(some(2, 10))
+
+
+@pytest.mark.servers
+def test_a_restarted_server_is_found_again(open_tier: Callable[..., RedisTier]) -> None:
+    with redis_server() as server:
+        tier, frames = open_tier(f"redis://127.0.0.1:{server.port}"), some(3, 1000)
+        tier.put(frames)
+        server.kill()
+        for _ in range(2):
+            with pytest.raises(TierUnavailable):
+                tier.get(list(frames))
+            with pytest.raises(TierUnavailable):
+                tier.put(frames)
+            with pytest.raises(TierUnavailable):
+                tier.discard(frames)
+        server.start()
+        assert tier.get(list(frames)) == {}
+        assert tier.put(frames) == []
+        assert tier.get(list(frames)) == frames
+
+
+@pytest.mark.servers
+@pytest.mark.timeout(60)
+def test_a_frozen_server_is_a_fault_until_it_moves_again(
+    open_tier: Callable[..., RedisTier],
+) -> None:
+    with redis_server() as server:
+        tier, frames = open_tier(f"redis://127.0.0.1:{server.port}", 0.3), some(3, 3 * MB)
+        tier.put(frames)
+        server.freeze()
+        for _ in range(2):
+            with pytest.raises(TierUnavailable):
+                tier.get(list(frames))
+            with pytest.raises(TierUnavailable):
+                tier.put(frames)
+        server.thaw()
+        assert tier.get(list(frames)) == frames
+
+
+@pytest.mark.servers
+def test_nobody_there_is_a_fault_and_not_an_error_at_start(
+    open_tier: Callable[..., RedisTier],
+) -> None:
+    tier = open_tier(f"redis://127.0.0.1:{free_port()}")
+    with pytest.raises(TierUnavailable):
+        tier.get([PrefixKey(bytes(32))])
+    assert tier.stats().num_entries == 0
+
+
+@pytest.mark.servers
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("fault", ["flip_at", "drop_at"])
+def test_a_spoilt_answer_never_reaches_a_later_question(
+    server: Server, open_tier: Callable[..., RedisTier], fault: str
+) -> None:
+    frames = some(6, 100) | some(2, MB)
+    keys = list(frames)
+    with Proxy(server.port) as proxy:
+        tier = open_tier(f"redis://127.0.0.1:{proxy.port}", 0.15)
+        tier.put(frames)
+        num_faults = 0
+        for offset in [*range(8), 50, *range(106, 116), 700, MB, 2 * MB]:
+            proxy.spoil(**{fault: offset})
+            try:
+                # What is inside of a frame is checked by who reads it, with the key.
+                assert set(tier.get(keys)) <= set(keys)
+            except TierUnavailable:
+                num_faults += 1
+            proxy.spoil()
+            assert tier.get(keys[::-1]) == frames
+        assert num_faults >= 6
+
+
+@pytest.mark.servers
+def test_a_spoilt_confirmation_is_a_fault(
+    server: Server, open_tier: Callable[..., RedisTier]
+) -> None:
+    with Proxy(server.port) as proxy:
+        tier, frames = open_tier(f"redis://127.0.0.1:{proxy.port}", 0.3), some(3, 100)
+        tier.put(frames)
+        for offset in range(5):
+            proxy.spoil(flip_at=offset)
+            with pytest.raises(TierUnavailable):
+                tier.put(frames)
+            proxy.spoil()
+            assert tier.put(frames) == []
+
+
+@pytest.mark.servers
+@pytest.mark.timeout(60)
+def test_a_late_answer_is_not_waited_for_and_not_taken_for_another(
+    server: Server, open_tier: Callable[..., RedisTier]
+) -> None:
+    with Proxy(server.port) as proxy:
+        tier, frames = open_tier(f"redis://127.0.0.1:{proxy.port}", 0.3), some(5, 100)
+        tier.put(frames)
+        proxy.spoil(delay_s=1.0)
+        with pytest.raises(TierUnavailable):
+            tier.get(list(frames)[:1])
+        proxy.spoil()
+        assert tier.get(list(frames)[1:]) == {key: frames[key] for key in list(frames)[1:]}
+
+
+def test_after_a_fault_the_connection_is_not_used_again(
+    open_tier: Callable[..., RedisTier],
+) -> None:
+    def answer(connection: socket.socket, answers: list[bytes]) -> None:
+        while answers and (question := connection.recv(1 << 16)):
+            connection.sendall(b"+OK\r\n" * question.count(b"SETINFO"))
+            if b"GET" in question:
+                connection.sendall(answers.pop(0))
+
+    def serve() -> None:
+        for answers in ([b"-ERR no\r\n", b"$5\r\nstale\r\n"], [b"$5\r\nright\r\n"]):
+            connection, _ = listener.accept()
+            with connection:
+                answer(connection, answers)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        tier = open_tier(f"redis://127.0.0.1:{listener.getsockname()[1]}")
+        first, second, third = some(3, 0)
+        with pytest.raises(TierUnavailable, match="no"):
+            tier.get([first, second])
+        assert tier.get([third]) == {third: b"right"}
+        thread.join()
+
+
+@pytest.mark.servers
+def test_a_slow_line_is_still_a_line(server: Server, open_tier: Callable[..., RedisTier]) -> None:
+    with Proxy(server.port) as proxy:
+        tier, frames = open_tier(f"redis://127.0.0.1:{proxy.port}", 5), some(2, MB)
+        tier.put(frames)
+        proxy.spoil(bytes_per_s=4 * MB)
+        assert tier.get(list(frames)) == frames
+
+
+@pytest.mark.servers
+def test_threads_get_their_own_answers(tier: RedisTier) -> None:
+    wrong: list[object] = []
+
+    def work(size_bytes: int) -> None:
+        for _ in range(15):
+            frames = some(8, size_bytes)
+            try:
+                refused = tier.put(frames)
+                got = tier.get(list(frames))
+                tier.discard(frames)
+            except TierUnavailable as error:
+                wrong.append(error)
+            else:
+                wrong.extend([] if got == frames and not refused else [size_bytes])
+
+    threads = [threading.Thread(target=work, args=(1000 * 3**n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@given(st.lists(st.lists(st.binary(max_size=30_000), min_size=1, max_size=4), max_size=6))
+@settings(max_examples=50)
+def test_commands_are_written_as_the_protocol_wants(commands: list[list[bytes]]) -> None:
+    expected = b"".join(
+        b"*%d\r\n" % len(command) + b"".join(b"$%d\r\n%b\r\n" % (len(a), a) for a in command)
+        for command in commands
+    )
+    assert b"".join(_wire(map(tuple, commands))) == expected
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("redis://h?ttl_s=0", "ttl_s=0"),
+        ("redis://h?ttl_s=soon", "ttl_s=soon"),
+        ("redis://h?tll_s=3", "tll_s"),
+        ("redis://:secretword/x@h:1", "escaped"),
+        ("http://h:1", "expected redis://"),
+    ],
+)
+def test_a_wrong_url_is_refused_with_the_reason(url: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        RedisTier(url)
+    assert "secretword" not in str(caught.value)
+
+
+def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ConfigError, match=r"kvboost\[redis\]"):
+        RedisTier("redis://localhost")
+
+
+def test_the_clients_are_loaded_only_when_a_tier_is_made() -> None:
+    code = "import sys, kvboost.tiers.redis, kvboost.tiers.mooncake;"
+    code += "assert not {'redis', 'hiredis', 'mooncake'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

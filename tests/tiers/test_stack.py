@@ -1,0 +1,355 @@
+"""Memory on top of tiers that fail, hang, lose and spoil: a fault is a miss, and passes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from fakes import GEOMETRY, FakeSlots, FaultyDisk, FaultyTier, store_of
+from kvboost.core import FrameKey, PrefixKey
+from kvboost.errors import TierUnavailable
+from kvboost.reuse.chunks import split
+from kvboost.reuse.keys import derive, namespace
+from kvboost.reuse.store import commit
+from kvboost.tiers.base import Tier
+from kvboost.tiers.behind import FIRST_PAUSE_S, WriteBehind
+from kvboost.tiers.guarded import PROBE
+from kvboost.tiers.stack import Opener
+from kvboost.tiers.store import ChunkStore
+
+SPACE = namespace(b"model", "", None)
+SIZE = 8
+FRAME_BYTES = SIZE * GEOMETRY.bytes_per_token + 320
+
+
+def keys_of(tokens: list[int]) -> list[FrameKey]:
+    return [key.prefix for key in derive(split(tokens, SIZE), SPACE)]
+
+
+def keep(store: ChunkStore, tokens: list[int]) -> list[FrameKey]:
+    chunks = split(tokens, SIZE)
+    commit(FakeSlots(len(tokens)), chunks, derive(chunks, SPACE), SPACE, store)
+    return keys_of(tokens)
+
+
+@contextmanager
+def opened(*below: Tier, **options: float) -> Iterator[ChunkStore]:
+    store = store_of(below=below, **options)
+    try:
+        yield store
+    finally:
+        for tier in below:
+            tier.thawed.set()
+        store.tiers.close()
+
+
+def fetch(store: ChunkStore, keys: list[FrameKey]) -> dict[FrameKey, memoryview]:
+    """As a request does it: first from shared tiers into memory, then all."""
+    store.bring(keys, store.tiers.patience())
+    return store.tiers.get(keys)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_what_is_stored_goes_below_and_comes_up_elsewhere() -> None:
+    shared = FaultyTier()
+    with opened(shared) as first, opened(shared) as second:
+        keys = keep(first, list(range(40)))
+        assert first.tiers.flush(5)
+        assert set(keys) <= set(shared.frames)
+        assert second.index.get(keys[0]) is None
+        second.bring(keys, second.tiers.patience(), in_order=True)
+        assert all(second.tiers.memory.holds(key) for key in keys)
+        assert second.index.get(keys[1]) == first.index.get(keys[1])
+        assert second.metrics.snapshot()["loaded_chunks"] == 5
+
+
+def test_asking_in_order_stops_at_the_first_gap() -> None:
+    shared = FaultyTier()
+    with opened(shared) as first, opened(shared) as second:
+        keys = keep(first, list(range(400)))
+        first.tiers.flush(5)
+        del shared.frames[keys[0]]
+        second.bring(keys, second.tiers.patience(), in_order=True)
+        assert len(second.index) == 0
+        second.bring(keys[1:], second.tiers.patience(), in_order=True)
+        assert len(second.index) == len(keys) - 1
+
+
+def test_of_a_prompt_that_memory_cannot_hold_the_beginning_is_loaded() -> None:
+    shared = FaultyTier()
+    keys = filled(shared, list(range(160)))
+    with opened(shared, budget_bytes=10 * FRAME_BYTES) as store:
+        store.bring(keys, store.tiers.patience(), in_order=True)
+        held = [store.tiers.memory.holds(key) for key in keys]
+        assert sum(held) >= 5 and held == sorted(held, reverse=True)
+        assert len(store.index) == sum(held)
+
+
+def test_text_of_others_is_found_by_its_words() -> None:
+    shared, document = FaultyTier(), list(range(1000, 1400))
+    with opened(shared) as first, opened(shared) as second:
+        keep(first, document)
+        first.tiers.flush(5)
+        prompt = np.array([*range(50), *document, 5], dtype="<u4")
+        assert not second.index.knows(prompt, SPACE)
+        second.bring_moved(prompt, SPACE, second.tiers.patience())
+        assert second.index.knows(prompt, SPACE)
+        assert len(second.index) >= 4  # about one anchor in 32 tokens, each leads to a chunk
+        other = namespace(b"model", "somebody else", None)
+        third = store_of(below=[shared])
+        third.bring_moved(prompt, other, third.tiers.patience())
+        assert len(third.index) == 0
+        third.tiers.close()
+
+
+def filled(tier: FaultyTier, tokens: list[int]) -> list[FrameKey]:
+    """Have another process store something."""
+    with opened(tier) as store:
+        keys = keep(store, tokens)
+        assert store.tiers.flush(5)
+    tier.thawed.clear()
+    return keys
+
+
+@pytest.mark.parametrize("fault", ["down", "lost", "truncated", "corrupted", "frozen"])
+@pytest.mark.parametrize("kind", [FaultyTier, FaultyDisk])
+def test_a_fault_below_is_a_miss_and_passes(fault: str, kind: type[FaultyTier]) -> None:
+    below = kind()
+    keys = filled(below, list(range(40)))
+    with opened(below, deadline_s=0.2) as store:
+        assert len(fetch(store, keys)) == 5
+        store.tiers.raise_mapped()
+        wait_for(lambda: store.tiers.memory.stats().num_entries == 5)
+        store.tiers.memory.discard(keys)
+        below.fault = fault
+        assert fetch(store, keys) == {}
+        counts = store.metrics.snapshot()
+        assert (counts["tier_faults"] > 0) == (fault in ("down", "frozen"))
+        assert (counts["damaged_frames"] > 0) == (fault in ("truncated", "corrupted"))
+        below.fault = ""
+        below.thawed.set()
+        if fault in ("truncated", "corrupted"):
+            assert store.tiers.flush(5)
+            assert below.num_chunks < 5  # dropped, to be stored again
+        else:
+            wait_for(lambda: len(fetch(store, keys)) == 5)
+
+
+def test_a_damaged_chunk_is_stored_again() -> None:
+    disk = FaultyDisk()
+    keys = filled(disk, list(range(40)))
+    with opened(disk) as store:
+        disk.fault = "corrupted"
+        lost = [key for key in keys if key not in store.tiers.get(keys)]
+        assert lost == keys
+        store.forget(lost)
+        assert len(store.index) == 0
+        keep(store, list(range(40)))  # before the damaged ones are gone, perhaps
+        disk.fault = ""
+        assert store.tiers.flush(5)
+        assert len(store.index) == store.tiers.memory.stats().num_entries == disk.num_chunks == 5
+
+
+def test_a_frozen_tier_costs_its_deadline_once() -> None:
+    below = FaultyTier()
+    with opened(below, deadline_s=0.1) as store:
+        below.fault = "frozen"
+        waits = []
+        for number in range(20):
+            started = time.monotonic()
+            assert fetch(store, keys_of(list(range(number, number + 8)))) == {}
+            waits.append(time.monotonic() - started)
+        assert store.metrics.snapshot()["tier_faults"] == 1
+        assert not store.tiers.stats()["faulty-0"]["is_up"]
+        assert waits[0] > 0.09
+
+
+def test_what_waits_to_be_written_stays_within_the_budget() -> None:
+    below = FaultyTier()
+    with opened(below, budget_bytes=4 * FRAME_BYTES, deadline_s=0.1) as store:
+        below.fault = "frozen"
+        for number in range(20):
+            keep(store, [number] * 8)
+            assert store.tiers.memory.stats().size_bytes <= 4 * FRAME_BYTES
+        assert store.tiers.memory.stats().num_entries == len(store.index) == 4
+        assert store.metrics.snapshot()["dropped_writes"] == 18
+        below.fault = ""
+        below.thawed.set()
+        assert store.tiers.flush(5)
+        assert below.num_chunks == 2  # half of memory may wait
+        last = keep(store, [99] * 8)[0]
+        assert store.tiers.flush(5) and last in below.frames
+
+
+def test_what_memory_evicts_is_still_found_on_disk() -> None:
+    disk = FaultyDisk()
+    keys = filled(disk, list(range(80)))
+    with opened(disk, budget_bytes=3 * FRAME_BYTES) as store:
+        for number in range(5):
+            keep(store, [500 + number] * 8)
+            store.tiers.flush(5)
+        store.settle()
+        assert all(store.index.get(key) is not None for key in keys)
+        assert set(store.tiers.get(keys)) == set(keys)
+
+
+def test_all_that_is_new_reaches_a_disk_below_a_small_memory() -> None:
+    disk = FaultyDisk()
+    with opened(disk, budget_bytes=4 * FRAME_BYTES) as store:
+        for number in range(30):
+            keep(store, [number] * 8)
+            assert store.tiers.flush(5)
+            store.tiers.get(keys_of([0] * 8))  # what memory likes best stays
+        assert disk.num_chunks == 30 == len(store.index)
+
+
+def test_a_tier_that_cannot_be_opened_is_tried_again() -> None:
+    shared, attempts = FaultyTier(), []
+    store = store_of()
+
+    def make() -> Tier:
+        attempts.append(1)
+        if len(attempts) < 3:
+            raise OSError("not yet")
+        return shared
+
+    store.tiers.add_below(Opener("late", make), store.adopt)
+    assert fetch(store, keys_of([1] * 8)) == {}
+    wait_for(lambda: store.tiers.stats()["late"]["is_up"])
+    assert len(attempts) == 3
+    keys = keep(store, list(range(8)))
+    store.tiers.flush(5)
+    assert keys[0] in shared.frames
+    store.tiers.close()
+
+
+def test_a_disk_that_failed_does_not_keep_chunks_out_of_memory() -> None:
+    disk = FaultyDisk()
+    with opened(disk, budget_bytes=2 * FRAME_BYTES, deadline_s=0.1) as store:
+        first = keep(store, list(range(8)))
+        store.tiers.flush(5)
+        for number in range(3):
+            keep(store, [500 + number] * 8)
+            store.tiers.flush(5)
+        assert not store.tiers.memory.holds(first[0])
+        disk.fault = "down"
+        assert store.tiers.get(first) == {}
+        store.forget(first)
+        assert store.index.get(first[0]) is not None  # the disk has it, only not now
+        keep(store, list(range(8)))
+        assert store.tiers.memory.holds(first[0])
+
+
+def test_discarded_chunks_leave_every_tier() -> None:
+    disk, shared = FaultyDisk(), FaultyTier()
+    with opened(disk, shared) as store:
+        keys = keep(store, list(range(20)))
+        assert store.tiers.discard(keys[-1])
+        store.tiers.flush(5)
+        assert keys[-1] not in disk.frames and keys[-1] not in shared.frames
+        assert keys[0] in disk.frames and keys[0] in shared.frames
+
+
+def test_eight_threads_load_and_store_within_the_budget() -> None:
+    shared, over = FaultyTier(), []
+    with opened(shared, budget_bytes=10 * FRAME_BYTES) as store:
+
+        def work(seed: int) -> None:
+            for step in range(40):
+                tokens = [(seed * step) % 17] * 24
+                store.bring(keys_of(tokens), store.tiers.patience(), in_order=True)
+                keep(store, tokens)
+                over.append(store.tiers.memory.stats().size_bytes > 10 * FRAME_BYTES)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 9)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(over) == 320 and not any(over)
+        store.settle()
+        assert len(store.index) == store.tiers.memory.stats().num_entries
+
+
+def test_a_breaker_that_opens_while_the_tier_is_idle_closes_again() -> None:
+    """As when an answer comes just after its deadline: nobody asks for anything then."""
+    with opened(FaultyTier()) as store:
+        guarded = store.tiers._below[0]
+        time.sleep(0.05)  # its thread waits for a job
+        guarded._fail(TierUnavailable("no answer in time"))
+        assert guarded.tier is None
+        wait_for(lambda: guarded.tier is not None)
+
+
+def test_a_request_waits_for_a_slow_tier_no_longer_than_the_deadline() -> None:
+    class SlowTier(FaultyTier):
+        num_waits = 0
+
+        def get(self, keys: Sequence[FrameKey]) -> dict[FrameKey, memoryview]:
+            if keys[0] != PROBE:
+                self.num_waits += 1
+                time.sleep(0.15)
+            return super().get(keys)
+
+    slow = SlowTier()
+    with opened(slow, deadline_s=0.2) as store:
+        keys = derive(split(list(range(40)), SIZE), SPACE)
+        store.bring_prefix(keys, store.tiers.patience())
+        assert slow.num_waits == 1  # and the notes were not asked for
+
+
+class Nowhere:
+    """A source of frames that nobody misses."""
+
+    def take(self, key: FrameKey) -> memoryview:
+        return memoryview(key)
+
+    def written(self, key: FrameKey) -> None:
+        pass
+
+    def left(self, keys: Sequence[FrameKey]) -> None:
+        pass
+
+
+def write(behind: WriteBehind, name: bytes) -> None:
+    behind.put(PrefixKey(name))
+    assert behind.flush(5)
+
+
+def test_a_tier_that_goes_on_failing_is_written_to_less_and_less_often() -> None:
+    below, errors = FaultyTier(), []
+    behind = WriteBehind("test", lambda: below, Nowhere(), errors.append, lambda keys: None)
+    below.fault = "down"
+    for _ in range(3):
+        behind._again_at = 0.0
+        write(behind, b"tried")
+        write(behind, b"dropped at once")
+    assert len(errors) == 3 and behind.num_dropped == 6
+    assert behind._pause_s == 8 * FIRST_PAUSE_S
+    below.fault, behind._again_at = "", 0.0
+    write(behind, b"written")
+    assert behind._pause_s == FIRST_PAUSE_S and behind.num_written == 1
+    assert behind.close(5)
+
+
+def test_what_a_full_tier_refuses_is_counted_as_dropped() -> None:
+    class FullTier(FaultyTier):
+        def put(self, frames: Mapping[FrameKey, memoryview]) -> list[FrameKey]:
+            return [PrefixKey(b"older"), *frames]
+
+    below = FullTier()
+    behind = WriteBehind("test", lambda: below, Nowhere(), lambda error: None, lambda keys: None)
+    write(behind, b"refused")
+    assert (behind.num_written, behind.num_dropped) == (0, 1)
+    assert behind.close(5)
