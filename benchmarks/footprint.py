@@ -84,7 +84,9 @@ def _measure(url: str | None, options: argparse.Namespace) -> dict[str, Any]:
             for tokens in ([turn] * TOKENS, [chance.randrange(turn + 1)] * TOKENS):
                 chunks = split(tokens, 128)
                 keys = derive(chunks, space)
-                found = store.tiers.get([key.prefix for key in keys])
+                names = [key.prefix for key in keys]
+                store.bring(names, store.tiers.patience(), in_order=True)
+                found = store.tiers.get(names)
                 loaded[number] += sum(frame.nbytes for frame in found.values())
                 del found
                 commit(sources[number], chunks, keys, space, store)
