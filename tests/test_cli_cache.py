@@ -63,3 +63,13 @@ def test_clear_and_errors(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.endswith("0 chunks, 0.0 MB\n")
     assert main(["cache", "ls", str(folder / "elsewhere")]) == 1
     assert "is not the folder of a disk tier" in capsys.readouterr().err
+    assert main(["cache", "ls", "redis://me:secret@host"]) == 1
+    error = capsys.readouterr().err
+    assert "is no folder" in error and "secret" not in error
+
+
+def test_verify_misses_what_is_gone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index = folder / "index-v1.log"
+    index.write_bytes(index.read_bytes()[:-100])
+    assert main(["cache", "verify", str(folder)]) == 1
+    assert "1 records of the index that cannot be read" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,8 +136,12 @@ class Options:
                 f"recompute_strategy={self.recompute_strategy!r}: expected one of "
                 f"{', '.join(STRATEGIES)}"
             )
+        for name in ("disk_cache_dir", "cache_url"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str | os.PathLike) and str(value)):
+                raise ConfigError(f"{name}={value!r}: expected None or a text that is not empty")
         if self.kv_cache_bits not in (EXACT_BITS, 8, 4):
-            raise ConfigError(f"kv_cache_bits={self.kv_cache_bits}: expected 16, 8 or 4")
+            raise ConfigError(f"kv_cache_bits={self.kv_cache_bits!r}: expected 16, 8 or 4")
         if self.deterministic and self.kv_cache_bits != EXACT_BITS:
             raise ConfigError(
                 f"deterministic=True promises equal bits, kv_cache_bits={self.kv_cache_bits} "

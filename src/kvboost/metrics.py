@@ -18,7 +18,7 @@ NAMES = {
     "stored_chunks": "chunks put into the store",
     "evicted_chunks": "chunks that left the store to keep its budget",
     "loaded_chunks": "chunks brought into memory from a tier below it",
-    "dropped_writes": "chunks that were not written below memory, because too many waited for it",
+    "dropped_writes": "chunks not written below memory: too many waited, refused, or down",
     "tier_faults": "failures and timeouts of tiers below memory, which became misses",
     "damaged_frames": "frames that did not pass their check, which became misses",
 }

@@ -144,6 +144,11 @@ def test_a_folder_in_use_is_waited_for(tmp_path: Path) -> None:
         ({"kv_cache_bits": 3}, "expected 16, 8 or 4"),
         ({"kv_cache_bits": 8, "deterministic": True}, "does not keep them"),
         ({"max_disk_bytes": 1000}, "max_disk_bytes=1000"),
+        ({"disk_cache_dir": ""}, "not empty"),
+        ({"disk_cache_dir": 5}, "disk_cache_dir=5"),
+        ({"cache_url": "file:///a,redis://b"}, "separated by blanks"),
+        ({"cache_url": "file:///a?max=4"}, "no option 'max=4'"),
+        ({"cache_url": "redis://:p[a@h"}, "must be escaped"),
     ],
 )
 def test_wrong_options_say_what_is_right(options: dict[str, object], message: str) -> None:

@@ -214,7 +214,7 @@ def test_clearing_leaves_nothing(folder: Folder) -> None:
     put(tier, 1)
     folder.close()
     clear(folder.path)
-    assert [path.name for path in folder.path.iterdir()] == ["lock"]
+    assert [path.name for path in folder.path.iterdir()] == ["kvboost.lock"]
     assert folder.open().stats().num_entries == 0
 
 

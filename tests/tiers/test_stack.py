@@ -13,6 +13,7 @@ import pytest
 from fakes import GEOMETRY, FakeSlots, FaultyDisk, FaultyTier, store_of
 from kvboost.core import FrameKey, PrefixKey
 from kvboost.errors import TierUnavailable
+from kvboost.metrics import Metrics
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
 from kvboost.reuse.store import commit
@@ -329,7 +330,9 @@ def write(behind: WriteBehind, name: bytes) -> None:
 
 def test_a_tier_that_goes_on_failing_is_written_to_less_and_less_often() -> None:
     below, errors = FaultyTier(), []
-    behind = WriteBehind("test", lambda: below, Nowhere(), errors.append, lambda keys: None)
+    behind = WriteBehind(
+        "test", lambda: below, Nowhere(), errors.append, lambda keys: None, Metrics()
+    )
     below.fault = "down"
     for _ in range(3):
         behind._again_at = 0.0
@@ -349,7 +352,9 @@ def test_what_a_full_tier_refuses_is_counted_as_dropped() -> None:
             return [PrefixKey(b"older"), *frames]
 
     below = FullTier()
-    behind = WriteBehind("test", lambda: below, Nowhere(), lambda error: None, lambda keys: None)
+    behind = WriteBehind(
+        "test", lambda: below, Nowhere(), lambda error: None, lambda keys: None, Metrics()
+    )
     write(behind, b"refused")
     assert (behind.num_written, behind.num_dropped) == (0, 1)
     assert behind.close(5)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvboost.codecs.base import CODEC_NAMES
 from kvboost.codecs.frame import Head
 from kvboost.errors import ConfigError
-from kvboost.tiers.disk.folder import clear, heads
+from kvboost.tiers.disk.folder import LOCK_NAME, clear, heads
 from kvboost.tiers.disk.tier import DiskTier
 from kvboost.tiers.urls import folder_of
 
@@ -29,7 +29,7 @@ def add_parser(commands: Commands) -> None:
     )
     actions = cache.add_subparsers(dest="action", required=True)
     for name, run, text in (
-        ("ls", _ls, "what is stored, by namespace: model, tenant and kind of storage"),
+        ("ls", _ls, "what is stored, by namespace (a digest of model, tenant and kind of storage)"),
         ("verify", _verify, "read every frame and check it; exit code 1 if any is damaged"),
         ("gc", _gc, "drop damaged frames and give room back that is not in use"),
         ("clear", _clear, "remove everything"),
@@ -43,7 +43,7 @@ def add_parser(commands: Commands) -> None:
 
 def _folder(options: argparse.Namespace) -> Path:
     folder = folder_of(options.folder)
-    if not (folder / "lock").exists():
+    if not (folder / LOCK_NAME).exists():
         raise ConfigError(f"{folder} is not the folder of a disk tier")
     return folder
 
@@ -88,9 +88,13 @@ def _kind(head: Head) -> tuple[str, str, str]:
 def _verify(options: argparse.Namespace) -> int:
     tier = DiskTier(_folder(options), ANY_SIZE)
     num_damaged = len(list(tier.damaged()))
-    sys.stdout.write(f"{tier.stats().num_entries} chunks, {num_damaged} damaged\n")
+    num_lost = tier.num_unreadable
+    sys.stdout.write(
+        f"{tier.stats().num_entries} chunks, {num_damaged} damaged, "
+        f"{num_lost} records of the index that cannot be read or lead nowhere\n"
+    )
     tier.close()
-    return int(num_damaged > 0)
+    return int(num_damaged + num_lost > 0)
 
 
 def _gc(options: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvboost.core import FrameKey
+from kvboost.metrics import Metrics
 from kvboost.tiers.base import Tier
 
 BATCH_BYTES, BATCH_KEYS = 16 << 20, 256  # that are written at once, at most
@@ -36,6 +37,7 @@ class Source(Protocol):
 class _Job:
     key: FrameKey
     is_discard: bool
+    is_chunk: bool  # and not a note, which nobody counts
 
 
 class WriteBehind:
@@ -48,6 +50,7 @@ class WriteBehind:
         source: Source,
         failed: Callable[[Exception], None],
         done: Callable[[Sequence[FrameKey]], None],
+        metrics: Metrics,
     ) -> None:
         """`tier` says where to write now, or None if nothing can be written.
 
@@ -57,6 +60,7 @@ class WriteBehind:
         self._source = source
         self._failed = failed
         self._done = done
+        self._metrics = metrics
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._is_busy = False
@@ -68,13 +72,18 @@ class WriteBehind:
         self._thread = threading.Thread(target=self._loop, name=f"kvboost-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, key: FrameKey) -> None:
-        """Write what the source has under `key`."""
-        self._add(_Job(key, is_discard=False))
+    def put(self, key: FrameKey, *, is_chunk: bool = True) -> None:
+        """Write what the source has under `key`; only chunks are counted."""
+        self._add(_Job(key, is_discard=False, is_chunk=is_chunk))
+
+    def drop(self, num_chunks: int) -> None:
+        """Count chunks that will not be written."""
+        self.num_dropped += num_chunks
+        self._metrics.add("dropped_writes", num_chunks)
 
     def discard(self, key: FrameKey) -> None:
         """Forget `key` below."""
-        self._add(_Job(key, is_discard=True))
+        self._add(_Job(key, is_discard=True, is_chunk=False))
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing is left to do; whether that is so."""
@@ -107,22 +116,24 @@ class WriteBehind:
 
     def _next_batch(self) -> None:
         """Do jobs of one kind, as many as make a good batch."""
-        is_discard, keys, frames = self._collect()
+        is_discard, jobs, frames = self._collect()
+        keys = [job.key for job in jobs]
+        chunks = {job.key for job in jobs if job.is_chunk and job.key in frames}
         tier = self._tier()
         try:
             if tier is None or time.monotonic() < self._again_at:
-                self.num_dropped += len(frames)
+                self.drop(len(chunks))
             elif is_discard:
                 tier.discard(keys)
             elif frames:
                 left = tier.put(frames)
-                num_refused = len(frames.keys() & set(left))
-                self.num_written += len(frames) - num_refused
-                self.num_dropped += num_refused
+                refused = chunks.intersection(left)
+                self.num_written += len(chunks) - len(refused)
+                self.drop(len(refused))
                 self._pause_s = FIRST_PAUSE_S
                 self._source.left(left)
         except Exception as error:
-            self.num_dropped += len(frames)
+            self.drop(len(chunks))
             self._again_at = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             self._failed(error)
@@ -132,17 +143,18 @@ class WriteBehind:
             for key in keys:
                 self._source.written(key)
 
-    def _collect(self) -> tuple[bool, list[FrameKey], dict[FrameKey, memoryview]]:
-        """Whether to discard, which keys, and the frames of those to be written."""
+    def _collect(self) -> tuple[bool, list[_Job], dict[FrameKey, memoryview]]:
+        """Whether to discard, the jobs, and the frames of those that are to be written."""
         frames: dict[FrameKey, memoryview] = {}
-        keys: list[FrameKey] = []
+        jobs: list[_Job] = []
         size_bytes, is_discard = 0, self._jobs[0].is_discard
         while self._jobs and self._jobs[0].is_discard == is_discard:
-            keys.append(self._jobs.popleft().key)
-            frame = None if is_discard else self._source.take(keys[-1])
+            job = self._jobs.popleft()
+            jobs.append(job)
+            frame = None if is_discard else self._source.take(job.key)
             if frame is not None:
-                frames[keys[-1]] = frame
+                frames[job.key] = frame
                 size_bytes += frame.nbytes
-            if size_bytes >= BATCH_BYTES or len(keys) == BATCH_KEYS:
+            if size_bytes >= BATCH_BYTES or len(jobs) == BATCH_KEYS:
                 break
-        return is_discard, keys, frames
+        return is_discard, jobs, frames

@@ -76,7 +76,7 @@ class GuardedTier:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._loop, name=f"kvboost-{name}", daemon=True)
         self.behind = WriteBehind(
-            f"{name}-behind", lambda: self.tier, source, self._note, self._pardon
+            f"{name}-behind", lambda: self.tier, source, self._note, self._pardon, metrics
         )
         self._reader.start()
 
@@ -119,10 +119,12 @@ class GuardedTier:
             self._pause_s = FIRST_PAUSE_S
         elif not is_done and self._num_reads == num_before:  # else it is only busy with others
             self._fail(TierUnavailable("no answer in time"))
-        found = read.found if is_done else {}
-        self._num_hits += len(found)
-        self._num_misses += len(keys) - len(found)
-        return found
+        return read.found if is_done else {}
+
+    def count(self, num_asked: int, num_found: int) -> None:
+        """Count chunks that were asked for."""
+        self._num_hits += num_found
+        self._num_misses += num_asked - num_found
 
     def hint(self, keys: Sequence[FrameKey]) -> None:
         """Say which keys will be asked for soon."""
@@ -194,7 +196,8 @@ class GuardedTier:
                 self._tier = self._open()
             self._tier.get([PROBE])
             self._is_up = True
-            log.info("cache tier %s works", self.name)
+            level = logging.WARNING if self._num_faults else logging.INFO
+            log.log(level, "cache tier %s works", self.name)
         except ConfigError as error:
             self._refusal = error
             self._is_closed.set()

@@ -104,6 +104,7 @@ class TierStack:
         for guarded in self._below:
             wanted = [key for key in keys if key not in found and guarded.holds(key)]
             loaded = guarded.get(wanted, time.monotonic() + self._deadline_s, check)
+            guarded.count(len(wanted), len(loaded))
             self._metrics.add("loaded_chunks", len(loaded))
             with self._lock:
                 self._mapped.update(loaded)
@@ -164,7 +165,7 @@ class TierStack:
                 if self.memory.hold(key):
                     guarded.behind.put(key)
                 else:
-                    self._metrics.add("dropped_writes")
+                    guarded.behind.drop(1)
 
     def get_notes(
         self, keys: Sequence[FrameKey], check_note: Check, patience: Patience
@@ -182,7 +183,7 @@ class TierStack:
             new = [key for key in notes if key not in self._notes]  # others wait already
             self._notes.update(notes)
         for key in new:
-            shared.behind.put(key)
+            shared.behind.put(key, is_chunk=False)
 
     def pin(self, keys: Sequence[FrameKey], ttl_s: float | None) -> int:
         """Keep keys in memory, for `ttl_s` seconds or for good; how many of them are there."""
@@ -244,6 +245,7 @@ class TierStack:
             return []
         try:
             frames = _ask(guarded, keys, patience, check)
+            guarded.count(len(keys), len(frames))
             self._metrics.add("loaded_chunks", len(frames))
             heads += map(read, frames.values())
             sizes = [frame.nbytes for frame in frames.values()]

@@ -36,6 +36,8 @@ def openers(urls: str, budget_bytes: int, timeout_s: float) -> list[Opener]:
     found: list[Opener] = []
     for url in urls.split():
         scheme = split_url(url).scheme
+        if url.partition("?")[0].count("://") > 1:
+            raise ConfigError("cache_url: several URLs are separated by blanks")
         if scheme == "file":
             make = partial(DiskTier, folder_of(url), budget_bytes)
             found.append(Opener("disk", make, patience_s=60.0))  # a large one reads its index
@@ -61,7 +63,11 @@ def folder_of(url: str) -> Path:
     """
     parts = split_url(url)
     if parts.scheme != "file":
+        if "://" in url:
+            raise ConfigError(f"{parts.scheme}://... is no folder: expected a path or file:///path")
         return Path(url)
+    if parts.query:
+        raise ConfigError(f"file:// has no option {parts.query!r}; max_disk_bytes is one of ours")
     if parts.netloc not in ("", "localhost"):
         raise ConfigError(f"{url}: a folder has three slashes: file:///{parts.netloc}{parts.path}")
     return Path(unquote(parts.path))

@@ -18,6 +18,10 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
+LOCK_NAME = "kvboost.lock"
+SEGMENTS = "segment-v1-[0-9][0-9][0-9][0-9][0-9].kv"
+
+
 def heads(folder: Path) -> Iterator[Head]:
     """What the frames in a folder say of themselves, also while another process uses it."""
     places: dict[FrameKey, Place] = {}
@@ -46,7 +50,7 @@ def clear(folder: Path) -> None:
     """
     with unavailable_on_error():
         lock_file = take_lock(folder)
-        for path in [*folder.glob("segment-*"), *folder.glob("index-*")]:
+        for path in [*folder.glob(SEGMENTS), *folder.glob("index-v1.*")]:
             path.unlink()
         os.close(lock_file)
 
@@ -65,13 +69,15 @@ def take_lock(folder: Path) -> int:
     """Keep other processes out for as long as the file is open."""
     if fcntl is None:
         raise ConfigError(f"{folder}: the disk tier needs the file locks of Unix")
-    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    file = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         owner = os.pread(file, 32, 0).decode(errors="replace")
         os.close(file)
-        raise TierUnavailable(f"{folder} is in use by process {owner or '?'}") from None
+        raise TierUnavailable(
+            f"{folder} is in use by process {owner or '?'}; processes share a store by cache_url"
+        ) from None
     with suppress(OSError):  # a full disk has no room for the name of the owner
         os.ftruncate(file, 0)
         os.pwrite(file, str(os.getpid()).encode(), 0)

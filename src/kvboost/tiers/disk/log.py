@@ -98,16 +98,16 @@ class IndexLog:
         os.close(self._file)
 
 
-def replay(path: Path) -> Iterator[Change]:
-    """The changes of a log, those that can be read; none if there is no log."""
+def replay(path: Path) -> Iterator[Change | None]:
+    """The changes of a log, None for those that cannot be read; nothing if there is no log."""
     try:
         records = path.read_bytes()
     except FileNotFoundError:
         return
     for start in range(0, len(records) - _RECORD_BYTES + 1, _RECORD_BYTES):
-        change = _decode(records[start : start + _RECORD_BYTES])
-        if change is not None:
-            yield change
+        yield _decode(records[start : start + _RECORD_BYTES])
+    if len(records) % _RECORD_BYTES:
+        yield None
 
 
 def _encode(change: Change) -> bytes:

@@ -15,7 +15,13 @@ from kvboost.codecs.frame import MAX_HEAD_BYTES, FrameError, Head, check, read
 from kvboost.core import FrameKey
 from kvboost.errors import TierUnavailable
 from kvboost.tiers.base import OwnTier, TierStats
-from kvboost.tiers.disk.folder import log_path, segment_path, take_lock, unavailable_on_error
+from kvboost.tiers.disk.folder import (
+    SEGMENTS,
+    log_path,
+    segment_path,
+    take_lock,
+    unavailable_on_error,
+)
 from kvboost.tiers.disk.log import Drop, Free, IndexLog, Place, Put, replay
 from kvboost.tiers.disk.segment import (
     BLOCK_BYTES,
@@ -69,6 +75,8 @@ class DiskTier(OwnTier):
         self._places: dict[FrameKey, Place] = {}
         self._used: set[FrameKey] = set()
         self._segments: dict[int, Segment] = {}  # the one that was begun last is the last one
+        self._has_refused = False
+        self.num_unreadable = 0  # records of the index, or frames that they lead to
         self._left: list[FrameKey] = []  # to make room, and nobody was told yet
         with unavailable_on_error():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -103,7 +111,7 @@ class DiskTier(OwnTier):
         for key, frame in frames.items():
             with self._lock, unavailable_on_error():  # for each frame, so that readers get a turn
                 if in_blocks(frame.nbytes) > self._segment_bytes:
-                    self._left.append(key)
+                    self._refuse(key, frame.nbytes)
                     continue
                 self._make_room(frame.nbytes)
                 self._append(key, frame)
@@ -168,7 +176,7 @@ class DiskTier(OwnTier):
 
     def _open_segments(self) -> None:
         """Open the segments of the folder; those that the budget has no room for are removed."""
-        paths = sorted(self._folder.glob("segment-v1-*.kv"))
+        paths = sorted(self._folder.glob(SEGMENTS))
         # A folder keeps the size of its segments, unless there would be too few of them.
         known_bytes = usual_size(paths)
         if LEAST_SEGMENT_BYTES <= known_bytes <= self._room_bytes // LEAST_SEGMENTS:
@@ -179,13 +187,17 @@ class DiskTier(OwnTier):
                 number = int(path.stem.rpartition("-")[2])
                 self._segments[number] = Segment(FileIO(path, "r+"), self._segment_bytes)
             else:
+                log.warning("%s is removed: the budget has no room for its size", path)
                 path.unlink()
 
-    def _replay(self, change: Put | Drop | Free) -> None:
+    def _replay(self, change: Put | Drop | Free | None) -> None:
         match change:
+            case None:
+                self.num_unreadable += 1
             case Put(key, place):
                 segment = self._segments.get(place.segment)
                 if segment is None or place.offset + place.num_bytes > segment.size_bytes:
+                    self.num_unreadable += 1
                     return
                 if not segment.keys:
                     self._begin(place.segment)
@@ -241,6 +253,19 @@ class DiskTier(OwnTier):
         if sum(len(each.readers) for each in self._segments.values()) >= MOST_MAPPED:
             return segment.read(place.offset, place.num_bytes)
         return segment.map(place.offset, place.num_bytes)
+
+    def _refuse(self, key: FrameKey, num_bytes: int) -> None:
+        if not self._has_refused:
+            self._has_refused = True
+            log.warning(
+                "%s: a chunk of %d bytes is not stored, for segments have %d: "
+                "raise max_disk_bytes to %d times a chunk or more",
+                self._folder,
+                num_bytes,
+                self._segment_bytes,
+                NUM_SEGMENTS + 1,
+            )
+        self._left.append(key)
 
     def _make_room(self, num_bytes: int) -> None:
         """Let the last segment have room for a frame."""
