@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import threading
@@ -128,6 +129,37 @@ def store_of(
         opener = Opener(f"{tier.name}-{number}", lambda tier=tier: tier)
         tiers.add_below(opener, store.adopt)
     return store
+
+
+def random_frames(num_frames: int, size_bytes: int) -> dict[FrameKey, memoryview]:
+    """Bytes that are no frames, under keys that nobody has."""
+    return {
+        PrefixKey(os.urandom(32)): memoryview(os.urandom(size_bytes)) for _ in range(num_frames)
+    }
+
+
+def confused_by_threads(tier: Tier, num_rounds: int, num_frames: int) -> list[object]:
+    """What goes wrong when eight threads put, get and discard frames of other sizes at once."""
+    wrong: list[object] = []
+
+    def work(size_bytes: int) -> None:
+        for _ in range(num_rounds):
+            frames = random_frames(num_frames, size_bytes)
+            try:
+                refused = tier.put(frames)
+                got = tier.get(list(frames))
+                tier.discard(frames)
+            except TierUnavailable as error:
+                wrong.append(error)
+            else:
+                wrong.extend([] if got == frames and not refused else [size_bytes])
+
+    threads = [threading.Thread(target=work, args=(1000 * 3**n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong
 
 
 def fill(tier: Tier, names: Iterable[str], size_bytes: int = 10) -> list[PrefixKey]:

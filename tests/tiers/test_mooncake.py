@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvboost.core import FrameKey, PrefixKey
+from fakes import confused_by_threads, random_frames
+from kvboost.core import PrefixKey
 from kvboost.errors import ConfigError, TierUnavailable
 from kvboost.tiers.mooncake import MooncakeTier
 from servers import Server, free_port, mooncake_master
@@ -45,12 +46,6 @@ def open_tier(master: Server, segment_bytes: int, options: str = "") -> Mooncake
     return MooncakeTier(url, TIMEOUT_S)
 
 
-def some(num_frames: int, size_bytes: int) -> dict[FrameKey, memoryview]:
-    return {
-        PrefixKey(os.urandom(32)): memoryview(os.urandom(size_bytes)) for _ in range(num_frames)
-    }
-
-
 def until(condition: Callable[[], bool]) -> None:
     """The store needs a moment to find back; wait for it, but not for ever."""
     deadline = time.monotonic() + 40
@@ -60,7 +55,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def works(tier: MooncakeTier) -> bool:
-    frames = some(2, 1000)
+    frames = random_frames(2, 1000)
     try:
         return tier.put(frames) == [] and tier.get(list(frames)) == frames
     except TierUnavailable:
@@ -93,7 +88,7 @@ def test_a_wrong_url_is_refused_with_the_reason(url: str, reason: str) -> None:
 def test_what_was_put_is_got_also_by_others(
     tier: MooncakeTier, holder: MooncakeTier, size_bytes: int
 ) -> None:
-    frames = some(3, size_bytes)
+    frames = random_frames(3, size_bytes)
     assert tier.put(frames) == []
     assert tier.get(list(frames)) == frames
     assert holder.get(list(frames)) == frames
@@ -103,9 +98,11 @@ def test_what_was_put_is_got_also_by_others(
 
 @pytest.mark.servers
 def test_many_keys_of_many_sizes_keep_their_order(tier: MooncakeTier) -> None:
-    frames = {key: frame for n in range(1, 30) for key, frame in some(5, 97 * n * n).items()}
+    frames = {
+        key: frame for n in range(1, 30) for key, frame in random_frames(5, 97 * n * n).items()
+    }
     assert tier.put(frames) == []
-    missing = list(some(150, 0))
+    missing = list(random_frames(150, 0))
     asked = [key for pair in zip(frames, missing, strict=False) for key in pair]
     assert tier.get(asked) == frames
     assert tier.get(missing) == {}
@@ -117,15 +114,15 @@ def test_many_keys_of_many_sizes_keep_their_order(tier: MooncakeTier) -> None:
 
 @pytest.mark.servers
 def test_frames_that_cannot_pass_are_returned(tier: MooncakeTier) -> None:
-    frames = some(1, 0) | some(1, 33 << 20)
-    small = some(1, 10)
+    frames = random_frames(1, 0) | random_frames(1, 33 << 20)
+    small = random_frames(1, 10)
     assert tier.put(frames | small) == list(frames)
     assert tier.get([*frames, *small]) == small
 
 
 @pytest.mark.servers
 def test_what_is_put_twice_is_kept_once(tier: MooncakeTier) -> None:
-    frames = some(2, 1000)
+    frames = random_frames(2, 1000)
     assert tier.put(frames) == []
     assert tier.put(frames) == []
     assert tier.get(list(frames)) == frames
@@ -142,33 +139,14 @@ def test_a_discarded_key_can_be_written_anew(tier: MooncakeTier) -> None:
 
 @pytest.mark.servers
 def test_threads_get_their_own_answers(tier: MooncakeTier) -> None:
-    wrong: list[object] = []
-
-    def work(size_bytes: int) -> None:
-        for _ in range(10):
-            frames = some(4, size_bytes)
-            try:
-                refused = tier.put(frames)
-                got = tier.get(list(frames))
-                tier.discard(frames)
-            except TierUnavailable as error:
-                wrong.append(error)
-            else:
-                wrong.extend([] if got == frames and not refused else [size_bytes])
-
-    threads = [threading.Thread(target=work, args=(1000 * 3**n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    assert confused_by_threads(tier, num_rounds=10, num_frames=4) == []
 
 
 @pytest.mark.servers
 def test_a_full_store_returns_what_it_refuses_or_forgets_what_is_old(master: Server) -> None:
     with mooncake_master() as another:
         tier = open_tier(another, 32 * MB)
-        refused, frames = [], some(60, MB)
+        refused, frames = [], random_frames(60, MB)
         for key, frame in frames.items():
             refused += tier.put({key: frame})
         got = tier.get(list(frames))
@@ -188,11 +166,11 @@ def test_a_restarted_master_is_found_again() -> None:
         master.kill()
         for _ in range(2):
             with pytest.raises(TierUnavailable):
-                tier.get(list(some(3, 0)))
+                tier.get(list(random_frames(3, 0)))
             with pytest.raises(TierUnavailable):
-                tier.put(some(1, 1000))
+                tier.put(random_frames(1, 1000))
             with pytest.raises(TierUnavailable):
-                tier.discard(some(1, 0))
+                tier.discard(random_frames(1, 0))
         master.start()
         until(lambda: works(tier))
         tier.close()
@@ -206,9 +184,9 @@ def test_a_frozen_master_is_a_fault_until_it_moves_again() -> None:
         assert works(tier)
         master.freeze()
         with pytest.raises(TierUnavailable):
-            tier.get(list(some(3, 0)))
+            tier.get(list(random_frames(3, 0)))
         with pytest.raises(TierUnavailable):
-            tier.put(some(1, 1000))
+            tier.put(random_frames(1, 1000))
         master.thaw()
         until(lambda: works(tier))
         tier.close()
@@ -223,7 +201,7 @@ def test_an_end_while_calls_wait_does_not_crash() -> None:
 
         def call() -> None:
             try:
-                outcomes.append(tier.get(list(some(3, 0))))
+                outcomes.append(tier.get(list(random_frames(3, 0))))
             except TierUnavailable as error:
                 outcomes.append(error)
 

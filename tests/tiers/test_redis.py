@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.core import FrameKey, PrefixKey
+from fakes import confused_by_threads, random_frames
+from kvboost.core import PrefixKey
 from kvboost.errors import ConfigError, TierUnavailable
 from kvboost.tiers.redis import RedisTier, _wire
 from servers import Proxy, Server, free_port, redis_server
@@ -45,16 +46,10 @@ def open_tier() -> Iterator[Callable[..., RedisTier]]:
         each.close()
 
 
-def some(num_frames: int, size_bytes: int) -> dict[FrameKey, memoryview]:
-    return {
-        PrefixKey(os.urandom(32)): memoryview(os.urandom(size_bytes)) for _ in range(num_frames)
-    }
-
-
 @pytest.mark.servers
 @pytest.mark.parametrize("size_bytes", [0, 1, 36, 16 << 10, (16 << 10) + 1, MB, 3 * MB, 10 * MB])
 def test_what_was_put_is_got(tier: RedisTier, size_bytes: int) -> None:
-    frames = some(3, size_bytes)
+    frames = random_frames(3, size_bytes)
     assert tier.put(frames) == []
     assert tier.get(list(frames)) == frames
     tier.discard(frames)
@@ -62,9 +57,9 @@ def test_what_was_put_is_got(tier: RedisTier, size_bytes: int) -> None:
 
 @pytest.mark.servers
 def test_many_keys_of_many_sizes_keep_their_order(tier: RedisTier) -> None:
-    frames = {key: frame for n in range(40) for key, frame in some(10, 37 * n * n).items()}
+    frames = {key: frame for n in range(40) for key, frame in random_frames(10, 37 * n * n).items()}
     assert tier.put(frames) == []
-    missing = list(some(200, 0))
+    missing = list(random_frames(200, 0))
     asked = [key for pair in zip(frames, missing, strict=False) for key in pair]
     assert tier.get(asked) == {key: frames[key] for key in asked if key in frames}
     assert tier.get(missing) == {}
@@ -86,7 +81,7 @@ def test_a_discarded_frame_is_gone_for_everybody(
     tier: RedisTier, server: Server, open_tier: Callable[..., RedisTier]
 ) -> None:
     other = open_tier(f"redis://127.0.0.1:{server.port}")
-    frames = some(3, 100)
+    frames = random_frames(3, 100)
     other.put(frames)
     first, *rest = frames
     tier.discard([first])
@@ -107,7 +102,7 @@ def test_the_last_of_two_writers_is_read(
 @pytest.mark.servers
 def test_prefixes_part_what_is_stored(server: Server, open_tier: Callable[..., RedisTier]) -> None:
     ours, theirs = (open_tier(f"redis://127.0.0.1:{server.port}?prefix={p}") for p in ("a:", "b:"))
-    frames = some(1, 10)
+    frames = random_frames(1, 10)
     ours.put(frames)
     assert theirs.get(list(frames)) == {}
     assert ours.get(list(frames)) == frames
@@ -116,7 +111,7 @@ def test_prefixes_part_what_is_stored(server: Server, open_tier: Callable[..., R
 @pytest.mark.servers
 def test_what_is_not_used_is_forgotten(server: Server, open_tier: Callable[..., RedisTier]) -> None:
     tier = open_tier(f"redis://127.0.0.1:{server.port}?ttl_s=1.5")
-    (used, frame), (unused, _) = frames = list(some(2, 100).items())
+    (used, frame), (unused, _) = frames = list(random_frames(2, 100).items())
     tier.put(dict(frames))
     until = time.monotonic() + 3
     while time.monotonic() < until:
@@ -128,7 +123,7 @@ def test_what_is_not_used_is_forgotten(server: Server, open_tier: Callable[..., 
 @pytest.mark.servers
 def test_a_unix_socket_works(tmp_path: Path, open_tier: Callable[..., RedisTier]) -> None:
     with redis_server("--unixsocket", str(tmp_path / "socket")):
-        tier, frames = open_tier(f"unix://{tmp_path}/socket?prefix=x"), some(4, MB)
+        tier, frames = open_tier(f"unix://{tmp_path}/socket?prefix=x"), random_frames(4, MB)
         tier.put(frames)
         assert tier.get(list(frames)) == frames
 
@@ -136,7 +131,7 @@ def test_a_unix_socket_works(tmp_path: Path, open_tier: Callable[..., RedisTier]
 @pytest.mark.servers
 def test_the_password_is_needed_and_never_shown(open_tier: Callable[..., RedisTier]) -> None:
     with redis_server("--requirepass", "right/one") as server:
-        place, frames = f"127.0.0.1:{server.port}", some(1, 10)
+        place, frames = f"127.0.0.1:{server.port}", random_frames(1, 10)
         knowing = open_tier(f"redis://:right%2Fone@{place}")
         knowing.put(frames)
         assert knowing.get(list(frames)) == frames
@@ -153,7 +148,7 @@ def test_tls_is_spoken_and_certificates_are_checked(
     with redis_server(tls_folder=tmp_path) as server:
         url = f"rediss://localhost:{server.port}"
         tier = open_tier(f"{url}?ssl_ca_certs={tmp_path}/certificate.pem")
-        frames = some(4, MB)
+        frames = random_frames(4, MB)
         assert tier.put(frames) == []
         assert tier.get(list(frames)) == frames
         with pytest.raises(TierUnavailable, match=r"(?i)certificate"):
@@ -165,19 +160,19 @@ def test_frames_that_a_full_server_refuses_are_returned(
     open_tier: Callable[..., RedisTier],
 ) -> None:
     with redis_server("--maxmemory", "12mb", "--maxmemory-policy", "noeviction") as server:
-        tier, frames = open_tier(f"redis://127.0.0.1:{server.port}"), some(20, MB)
+        tier, frames = open_tier(f"redis://127.0.0.1:{server.port}"), random_frames(20, MB)
         refused = tier.put(frames)
         assert 0 < len(refused) < 20
         kept = {key: frame for key, frame in frames.items() if key not in refused}
         assert tier.get(list(frames)) == kept
         tier.discard(kept)
-        assert tier.put(some(1, MB)) == []
+        assert tier.put(random_frames(1, MB)) == []
 
 
 @pytest.mark.servers
 def test_a_server_that_evicts_takes_everything(open_tier: Callable[..., RedisTier]) -> None:
     with redis_server("--maxmemory", "12mb", "--maxmemory-policy", "allkeys-lru") as server:
-        tier, frames = open_tier(f"redis://127.0.0.1:{server.port}"), some(20, MB)
+        tier, frames = open_tier(f"redis://127.0.0.1:{server.port}"), random_frames(20, MB)
         assert tier.put(frames) == []
         got = tier.get(list(frames))
         assert 0 < len(got) < 20
@@ -186,7 +181,7 @@ def test_a_server_that_evicts_takes_everything(open_tier: Callable[..., RedisTie
 
 @pytest.mark.servers
 def test_a_value_of_another_kind_is_no_frame_and_no_fault(tier: RedisTier, server: Server) -> None:
-    (strange, frame), *rest = some(5, 1000).items()
+    (strange, frame), *rest = random_frames(5, 1000).items()
     tier.put(dict(rest))
     with socket.create_connection(("127.0.0.1", server.port)) as other:
         other.sendall(b"".join(map(bytes, _wire([(b"RPUSH", b"kvboost:" + strange, b"a list")]))))
@@ -201,13 +196,13 @@ def test_a_replica_that_may_not_write_is_a_fault(open_tier: Callable[..., RedisT
     with redis_server("--replicaof", "127.0.0.1", str(free_port())) as server:
         tier = open_tier(f"redis://127.0.0.1:{server.port}")
         with pytest.raises(TierUnavailable):
-            tier.put(some(2, 10))
+            tier.put(random_frames(2, 10))
 
 
 @pytest.mark.servers
 def test_a_restarted_server_is_found_again(open_tier: Callable[..., RedisTier]) -> None:
     with redis_server() as server:
-        tier, frames = open_tier(f"redis://127.0.0.1:{server.port}"), some(3, 1000)
+        tier, frames = open_tier(f"redis://127.0.0.1:{server.port}"), random_frames(3, 1000)
         tier.put(frames)
         server.kill()
         for _ in range(2):
@@ -229,7 +224,7 @@ def test_a_frozen_server_is_a_fault_until_it_moves_again(
     open_tier: Callable[..., RedisTier],
 ) -> None:
     with redis_server() as server:
-        tier, frames = open_tier(f"redis://127.0.0.1:{server.port}", 0.3), some(3, 3 * MB)
+        tier, frames = open_tier(f"redis://127.0.0.1:{server.port}", 0.3), random_frames(3, 3 * MB)
         tier.put(frames)
         server.freeze()
         for _ in range(2):
@@ -257,7 +252,7 @@ def test_nobody_there_is_a_fault_and_not_an_error_at_start(
 def test_a_spoilt_answer_never_reaches_a_later_question(
     server: Server, open_tier: Callable[..., RedisTier], fault: str
 ) -> None:
-    frames = some(6, 100) | some(2, MB)
+    frames = random_frames(6, 100) | random_frames(2, MB)
     keys = list(frames)
     with Proxy(server.port) as proxy:
         tier = open_tier(f"redis://127.0.0.1:{proxy.port}", 0.15)
@@ -280,7 +275,7 @@ def test_a_spoilt_confirmation_is_a_fault(
     server: Server, open_tier: Callable[..., RedisTier]
 ) -> None:
     with Proxy(server.port) as proxy:
-        tier, frames = open_tier(f"redis://127.0.0.1:{proxy.port}", 0.3), some(3, 100)
+        tier, frames = open_tier(f"redis://127.0.0.1:{proxy.port}", 0.3), random_frames(3, 100)
         tier.put(frames)
         for offset in range(5):
             proxy.spoil(flip_at=offset)
@@ -296,7 +291,7 @@ def test_a_late_answer_is_not_waited_for_and_not_taken_for_another(
     server: Server, open_tier: Callable[..., RedisTier]
 ) -> None:
     with Proxy(server.port) as proxy:
-        tier, frames = open_tier(f"redis://127.0.0.1:{proxy.port}", 0.3), some(5, 100)
+        tier, frames = open_tier(f"redis://127.0.0.1:{proxy.port}", 0.3), random_frames(5, 100)
         tier.put(frames)
         proxy.spoil(delay_s=1.0)
         with pytest.raises(TierUnavailable):
@@ -324,7 +319,7 @@ def test_after_a_fault_the_connection_is_not_used_again(
         thread = threading.Thread(target=serve)
         thread.start()
         tier = open_tier(f"redis://127.0.0.1:{listener.getsockname()[1]}")
-        first, second, third = some(3, 0)
+        first, second, third = random_frames(3, 0)
         with pytest.raises(TierUnavailable, match="no"):
             tier.get([first, second])
         assert tier.get([third]) == {third: b"right"}
@@ -334,7 +329,7 @@ def test_after_a_fault_the_connection_is_not_used_again(
 @pytest.mark.servers
 def test_a_slow_line_is_still_a_line(server: Server, open_tier: Callable[..., RedisTier]) -> None:
     with Proxy(server.port) as proxy:
-        tier, frames = open_tier(f"redis://127.0.0.1:{proxy.port}", 5), some(2, MB)
+        tier, frames = open_tier(f"redis://127.0.0.1:{proxy.port}", 5), random_frames(2, MB)
         tier.put(frames)
         proxy.spoil(bytes_per_s=4 * MB)
         assert tier.get(list(frames)) == frames
@@ -342,26 +337,7 @@ def test_a_slow_line_is_still_a_line(server: Server, open_tier: Callable[..., Re
 
 @pytest.mark.servers
 def test_threads_get_their_own_answers(tier: RedisTier) -> None:
-    wrong: list[object] = []
-
-    def work(size_bytes: int) -> None:
-        for _ in range(15):
-            frames = some(8, size_bytes)
-            try:
-                refused = tier.put(frames)
-                got = tier.get(list(frames))
-                tier.discard(frames)
-            except TierUnavailable as error:
-                wrong.append(error)
-            else:
-                wrong.extend([] if got == frames and not refused else [size_bytes])
-
-    threads = [threading.Thread(target=work, args=(1000 * 3**n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    assert confused_by_threads(tier, num_rounds=15, num_frames=8) == []
 
 
 @given(st.lists(st.lists(st.binary(max_size=30_000), min_size=1, max_size=4), max_size=6))

@@ -73,9 +73,9 @@ def _put_new(
 ) -> list[Entry]:
     """Store the entries that the store does not hold yet, and return them."""
     new: list[Entry] = []
+    anchors_of = dict(zip(entries, _anchors_by_chunk(chunks, entries), strict=True))
     # Last chunk first: the tier forgets the oldest first, and a chunk is of no use without the
     # ones before it.
-    anchors_of = dict(zip(entries, _anchors_by_chunk(chunks, entries), strict=True))
     for chunk, entry in reversed(list(zip(chunks, entries, strict=False))):
         if store.has(entry.key):
             continue

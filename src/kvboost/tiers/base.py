@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kvboost.codecs.frame import Head
 from kvboost.core import FrameKey
@@ -26,8 +25,6 @@ class Tier(ABC):
     `get`, `put` and `discard` may raise `TierUnavailable` at any time, which callers treat as a
     miss. Bytes are opaque here: whoever reads them from outside of this process checks them.
     """
-
-    name: ClassVar[str]
 
     @abstractmethod
     def get(self, keys: Sequence[FrameKey]) -> dict[FrameKey, memoryview]:

@@ -56,6 +56,7 @@ class WriteBehind:
 
         `failed` is told of faults, `done` of keys that were written, discarded or given up.
         """
+        self._name = name
         self._tier = tier
         self._source = source
         self._failed = failed
@@ -69,7 +70,9 @@ class WriteBehind:
         self._again_at = 0.0
         self.num_written = 0
         self.num_dropped = 0
-        self._thread = threading.Thread(target=self._loop, name=f"kvboost-{name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop, name=f"kvboost-{name}-behind", daemon=True
+        )
         self._thread.start()
 
     def put(self, key: FrameKey, *, is_chunk: bool = True) -> None:
@@ -133,6 +136,8 @@ class WriteBehind:
                 self._pause_s = FIRST_PAUSE_S
                 self._source.left(left)
         except Exception as error:
+            if self._pause_s == FIRST_PAUSE_S:
+                log.warning("cache tier %s cannot be written: %s", self._name, error)
             self.drop(len(chunks))
             self._again_at = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)

@@ -76,7 +76,7 @@ class GuardedTier:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._loop, name=f"kvboost-{name}", daemon=True)
         self.behind = WriteBehind(
-            f"{name}-behind", lambda: self.tier, source, self._note, self._pardon, metrics
+            name, lambda: self.tier, source, self._note, self._pardon, metrics
         )
         self._reader.start()
 

@@ -24,8 +24,6 @@ class _Hold:
 class MemoryTier(OwnTier):
     """The hot tier of one process."""
 
-    name = "memory"
-
     def __init__(
         self,
         budget_bytes: int,

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from mmap import mmap
-from typing import Any, ClassVar
+from typing import Any
 
 from kvboost.core import FrameKey
 from kvboost.errors import ConfigError, TierUnavailable
@@ -47,8 +47,6 @@ class MooncakeTier(Tier):
     `metadata` (a server of it instead of peer to peer), `protocol` (tcp, rdma), `devices` of RDMA
     and `prefix` of keys. An object does not change: what is put again under a key is not written.
     """
-
-    name: ClassVar[str] = "mooncake"
 
     def __init__(self, url: str, timeout_s: float = 2.0) -> None:
         self._address = shown(url)

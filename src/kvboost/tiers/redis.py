@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvboost.core import FrameKey
 from kvboost.errors import ConfigError, TierUnavailable
@@ -43,8 +43,6 @@ class RedisTier(Tier):
     Options of the URL: `ttl_s` (what is not used for so long is forgotten) and `prefix` of keys,
     beside `db` and the `ssl_` options of the client.
     """
-
-    name: ClassVar[str] = "redis"
 
     def __init__(self, url: str, timeout_s: float = 1.0) -> None:
         self._address = shown(url)

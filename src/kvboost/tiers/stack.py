@@ -126,9 +126,11 @@ class TierStack:
             rest, batch_keys = [key for key in keys if not self.memory.holds(key)], 1
             while rest and room_bytes > 0:
                 batch, rest = rest[:batch_keys], rest[batch_keys:]
-                sizes = self._load_batch(guarded, batch, patience, heads)
+                found = self._load_batch(guarded, batch, patience)
+                heads += found
+                sizes = [head.payload.stop for head in found]
                 room_bytes -= sum(sizes)
-                if (in_order and len(sizes) < len(batch)) or patience.is_over:
+                if (in_order and len(found) < len(batch)) or patience.is_over:
                     break
                 if sizes:
                     batch_keys = max(1, min(BATCH_BYTES, room_bytes) // max(sizes))
@@ -231,13 +233,9 @@ class TierStack:
             guarded.close()
 
     def _load_batch(
-        self,
-        guarded: GuardedTier,
-        keys: Sequence[FrameKey],
-        patience: Patience,
-        heads: list[Head],
-    ) -> list[int]:
-        """Load frames and add what their heads say; their sizes.
+        self, guarded: GuardedTier, keys: Sequence[FrameKey], patience: Patience
+    ) -> list[Head]:
+        """Load frames into memory; what they say of themselves.
 
         One batch at a time, because a batch is beyond memory's budget until it is copied.
         """
@@ -247,12 +245,11 @@ class TierStack:
             frames = _ask(guarded, keys, patience, check)
             guarded.count(len(keys), len(frames))
             self._metrics.add("loaded_chunks", len(frames))
-            heads += map(read, frames.values())
-            sizes = [frame.nbytes for frame in frames.values()]
+            heads = [read(frame) for frame in frames.values()]
             # The last one first, so that it is the first to leave.
             for key in reversed(list(frames)):
                 self._note_gone(self.memory.admit({key: _copied(frames.pop(key))}))
-            return sizes
+            return heads
         finally:
             self._loading.release()
 

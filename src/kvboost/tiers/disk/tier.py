@@ -58,8 +58,6 @@ class DiskTier(OwnTier):
     that is read finds out.
     """
 
-    name = "disk"
-
     def __init__(self, folder: Path, budget_bytes: int) -> None:
         """Open a folder, or make one.
 
