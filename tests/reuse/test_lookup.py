@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvboost.core import Entry, Provenance, ReusePlan
+from kvboost.core import ContentKey, Entry, Provenance, ReusePlan
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
 from kvboost.reuse.lookup import LEAST_TOKENS, find
@@ -70,3 +70,12 @@ def test_other_tenants_are_not_found() -> None:
     chunks = split(tokens, SIZE)
     other = derive(chunks, namespace(b"model", "other", None))
     assert find(chunks, other, index_of(tokens)).num_reused == 0
+
+
+def test_approximate_rows_are_no_exact_match_whatever_they_follow() -> None:
+    chunks = split(list(range(60)), 2 * LEAST_TOKENS)
+    keys, index = derive(chunks, SPACE), ChunkIndex()
+    said, name = chunks[0].tokens, ContentKey(bytes(range(32)))
+    index.add(Entry(said, Provenance.APPROXIMATE, None, name, keys[0].parent, 0, SPACE))
+    assert index.nearest_child(keys[0].parent, said)[1] == 2 * LEAST_TOKENS
+    assert find(chunks, keys, index).num_reused == 0

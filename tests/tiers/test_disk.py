@@ -209,6 +209,11 @@ def test_a_frame_of_most_of_a_segment_has_room_beside_what_moves(folder: Folder)
     assert {n for n in range(1200) if tier.holds(key_of(n))} == held and 1199 in held
 
 
+def test_only_the_owner_may_read(folder: Folder) -> None:
+    put(folder.open(), 1)
+    assert all(path.stat().st_mode & 0o077 == 0 for path in folder.path.iterdir())
+
+
 def test_clearing_leaves_nothing(folder: Folder) -> None:
     tier = folder.open()
     put(tier, 1)

@@ -130,3 +130,21 @@ def test_what_is_held_stays_until_it_is_released() -> None:
     assert fill(tier, "d") == [b"c"]
     tier.release(PrefixKey(b"a"))
     assert fill(tier, "e") == [b"a"]
+
+
+def test_a_pin_outlives_another_put_of_its_key() -> None:
+    tier = MemoryTier(budget_bytes=20)
+    fill(tier, "ab")
+    tier.pin([PrefixKey(b"a")], ttl_s=None)
+    fill(tier, "a")
+    fill(tier, "cdef")
+    assert tier.holds(PrefixKey(b"a"))
+
+
+def test_what_is_about_to_be_read_comes_in_whatever_it_is_worth() -> None:
+    tier = MemoryTier(budget_bytes=20)
+    fill(tier, "ab")
+    for _ in range(50):
+        tier.get([PrefixKey(b"a"), PrefixKey(b"b")])
+    assert fill(tier, "c") == [b"c"]
+    assert tier.admit({PrefixKey(b"c"): memoryview(bytes(10))}) in ([b"a"], [b"b"])

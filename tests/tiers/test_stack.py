@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from fakes import GEOMETRY, FakeSlots, FaultyDisk, FaultyTier, store_of
+from kvboost.codecs.frame import read
 from kvboost.core import FrameKey, PrefixKey
 from kvboost.errors import TierUnavailable
 from kvboost.metrics import Metrics
@@ -147,8 +148,20 @@ def test_a_fault_below_is_a_miss_and_passes(fault: str, kind: type[FaultyTier]) 
             wait_for(lambda: len(fetch(store, keys)) == 5)
 
 
+class LateDisk(FaultyDisk):
+    """Discards when it is told to, and not before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_discard = threading.Event()
+
+    def discard(self, keys: Iterable[FrameKey]) -> None:
+        assert self.may_discard.wait(20)
+        super().discard(keys)
+
+
 def test_a_damaged_chunk_is_stored_again() -> None:
-    disk = FaultyDisk()
+    disk = LateDisk()
     keys = filled(disk, list(range(40)))
     with opened(disk) as store:
         disk.fault = "corrupted"
@@ -156,8 +169,9 @@ def test_a_damaged_chunk_is_stored_again() -> None:
         assert lost == keys
         store.forget(lost)
         assert len(store.index) == 0
-        keep(store, list(range(40)))  # before the damaged ones are gone, perhaps
+        keep(store, list(range(40)))  # before the damaged ones are gone
         disk.fault = ""
+        disk.may_discard.set()
         assert store.tiers.flush(5)
         assert len(store.index) == store.tiers.memory.stats().num_entries == disk.num_chunks == 5
 
@@ -205,14 +219,28 @@ def test_what_memory_evicts_is_still_found_on_disk() -> None:
         assert set(store.tiers.get(keys)) == set(keys)
 
 
-def test_all_that_is_new_reaches_a_disk_below_a_small_memory() -> None:
+def test_all_that_is_new_reaches_a_disk_below_a_memory_that_would_refuse_it() -> None:
     disk = FaultyDisk()
     with opened(disk, budget_bytes=4 * FRAME_BYTES) as store:
-        for number in range(30):
+        hot = []
+        for first in (0, 50):  # half of memory may wait to be written
+            hot += keep(store, list(range(first, first + 16)))
+            assert store.tiers.flush(5)
+        for number in range(100, 130):
+            for _ in range(20):
+                store.tiers.get(hot)
             keep(store, [number] * 8)
             assert store.tiers.flush(5)
-            store.tiers.get(keys_of([0] * 8))  # what memory likes best stays
-        assert disk.num_chunks == 30 == len(store.index)
+            store.tiers.memory.admit({key: memoryview(disk.frames[key]) for key in hot})
+        assert disk.num_chunks == 34 == len(store.index)
+
+
+def test_a_chunk_that_has_left_is_not_learned() -> None:
+    shared = FaultyTier()
+    keys = filled(shared, list(range(8)))
+    with opened() as store:
+        store._learn(read(memoryview(shared.frames[keys[0]])))
+        assert len(store.index) == 0
 
 
 def test_a_tier_that_cannot_be_opened_is_tried_again() -> None:
