@@ -10,6 +10,7 @@ import pytest
 
 from fakes import FaultyDisk, FaultyTier, WordTokenizer, words
 from kvboost import ConfigError, KVBoost
+from kvboost.engine import prefill
 from kvboost.errors import KVBoostError
 from kvboost.tiers import urls
 from kvboost.tiers.disk.tier import DiskTier
@@ -19,13 +20,15 @@ pytestmark = pytest.mark.tiny
 
 
 def engine_of(**options: object) -> KVBoost:
-    return KVBoost(build(*SUPPORTED["llama"]), WordTokenizer(), chunk_size=16, **options)
+    settled: dict[str, object] = {"chunk_size": 16, "tier_deadline_ms": 60_000}
+    return KVBoost(build(*SUPPORTED["llama"]), WordTokenizer(), **(settled | options))
 
 
 @pytest.fixture
 def below(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyTier]:
-    """A tier that fails on demand, behind the URL redis://."""
+    """A tier that fails on demand, behind the URL redis://, and is waited for on any machine."""
     tier = request.param()
+    monkeypatch.setattr(prefill, "LEAST_PATIENCE_S", 60.0)
     monkeypatch.setattr(urls, "_open_shared", lambda url, timeout_s: tier)
     yield tier
     tier.thawed.set()
