@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NewType, TypeAlias
+from typing import Any, Literal, NewType, Protocol, TypeAlias
 
 PrefixKey = NewType("PrefixKey", bytes)
 """Names a chunk together with everything before it."""
@@ -206,3 +207,37 @@ class Rotation:
     inv_freq: tuple[float, ...] = field(repr=False)
     offset: int
     layout: Literal["half", "interleaved"]
+
+
+class Grammar(Protocol):
+    """What the tokens of one answer must form. Used by one thread."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer is complete, and nothing may follow."""
+
+    def restrict(self, logits: Any) -> None:
+        """Set the logits [vocabulary] of all tokens that may not come next to -inf, in place."""
+
+    def accept(self, token: int) -> None:
+        """Go on with a token that was chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the tokens of one answer are chosen, and when it ends."""
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0  # 0: the most likely token
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0  # off the logits of tokens that the answer has already
+    frequency_penalty: float = 0.0  # the same, times how often
+    repetition_penalty: float = 1.0  # as Transformers', over prompt and answer
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()  # texts at which the answer ends, without them
+    ignore_eos: bool = False
+    top_logprobs: int | None = None  # how many to report for each token; None: no logprobs
+    grammar: Grammar | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from kvboost.core import MatchKind, ReuseMode, Span
 
@@ -144,3 +144,48 @@ class CorrectnessReport:
             f"worst {what} {worst:.2g} (allowed {self.tolerance_kl:.2g}), "
             f"{reused} of {total} prompt tokens reused"
         )
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token of an answer, how likely it was, and the likeliest in its place."""
+
+    token: int
+    text: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...]  # (token, text, logprob), the likeliest first
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What came new of an answer. `text` may be empty while a stop text or a character is open."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Where the time of a request went, in seconds; they follow each other."""
+
+    queue: float = 0.0  # from the call until it joined the batch
+    lookup: float = 0.0
+    load: float = 0.0  # from the store into its rows
+    prefill: float = 0.0  # until the first token was there
+    decode: float = 0.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer of the batch."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: Literal["stop", "length"]
+    prompt_tokens: int
+    cached_tokens: int  # prompt tokens that were not computed
+    reuse: ReuseReport
+    phases: Phases
+    logprobs: tuple[TokenLogprob, ...] = field(default=(), repr=False)
+    token_times: tuple[float, ...] = field(default=(), repr=False)  # seconds since the call
