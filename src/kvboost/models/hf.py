@@ -14,6 +14,7 @@ from kvboost.core import KVGeometry, Rotation
 from kvboost.errors import UnsupportedModel
 from kvboost.models import attention, certify
 from kvboost.models.fingerprint import fingerprint
+from kvboost.models.packed import Segment, keep_logits, run_packed
 from kvboost.models.slots import Behind, SlotCache
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class HFModel:
         self._was_training = model.training
         self.model = model.eval()
         self.refusal = ""  # why nothing can be reused
+        self.packs = False  # whether several sequences can be computed in one forward
         self._geometry = KVGeometry(num_layers=0, groups=(), dtype="float32", itemsize=4)
         self._fingerprint = b""
         self._rotations = certify.Rotations()
@@ -125,9 +127,22 @@ class HFModel:
             position_ids=torch.tensor([list(positions)], device=device),
             past_key_values=slots,
             use_cache=True,
-            **certify.keep_logits(self.model, num_logits),
+            **keep_logits(self.model, num_logits),
         ).logits
         return logits[0, -num_logits:]
+
+    @torch.no_grad()
+    def forward_packed(self, segments: Sequence[Segment]) -> dict[Segment, torch.Tensor]:
+        """Run tokens of several sequences; the logits [vocabulary] of each one's last.
+
+        In one forward if the model `packs`; else one by one, and no rows may be shared.
+        """
+        if self.packs:
+            return run_packed(self.model, self._geometry, segments)
+        return {
+            segment: self.forward(segment.rows.own, segment.tokens, segment.positions)[0]
+            for segment in segments
+        }
 
     def generate(
         self,
@@ -196,6 +211,7 @@ class HFModel:
             raise UnsupportedModel("its attention cannot be replaced")
         self._hook = model.register_forward_pre_hook(_fit_tokens_to_rows, with_kwargs=True)
         certify.check_sparse_prefill(model, self._geometry, native)
+        self.packs = certify.packs(model, self._geometry, native)
         self._fingerprint = fingerprint(model, self._geometry)
         if self._rotations.refusal:
             log.info("%s: exact reuse only: %s", self.name, self._rotations.refusal)
