@@ -230,7 +230,8 @@ def _attend_packed(
     ) -> torch.Tensor:
         return attention(module, query, key, value, mask, **kwargs)[0]
 
-    return mask.attend(module.layer_idx, query, kwargs.get("scaling"), attend_one).contiguous()
+    layer: Any = module.layer_idx
+    return mask.attend(layer, query, kwargs.get("scaling"), attend_one).contiguous()
 
 
 def _eager_attention(

@@ -24,6 +24,19 @@ log = logging.getLogger(__name__)
 
 CAPACITY_STEP = 256  # arbitrary; keeps buffers of similar requests interchangeable
 
+# Of a generation config: what does not change which tokens are generated.
+HARMLESS_SETTINGS = {
+    "_from_model_config",
+    "bos_token_id",
+    "eos_token_id",
+    "max_length",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "transformers_version",
+    "use_cache",
+}
+
 
 class HFModel:
     """Owns how a model is run. Not thread-safe: one forward at a time."""
@@ -184,6 +197,18 @@ class HFModel:
         configs = (arguments.get("generation_config"), self.model.generation_config)
         values = [arguments.get(name), *(getattr(config, name, None) for config in configs)]
         return next((value for value in values if value is not None), None)
+
+    def special_settings(self) -> set[str]:
+        """Names of generation settings that this model has and that change what is generated."""
+        return set(self.model.generation_config.to_diff_dict()) - HARMLESS_SETTINGS
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        ends = self.setting("eos_token_id", {})
+        return frozenset(
+            ends if isinstance(ends, list | tuple) else () if ends is None else (ends,)
+        )
 
     def release(self) -> None:
         """Give the model back as it was."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -19,6 +20,7 @@ class SharedRows:
     def __init__(self, slots: SlotCache, num_rows: int) -> None:
         self.num_rows = num_rows
         self._slots = slots.head(num_rows)
+        self._heads: WeakValueDictionary[int, SharedRows] = WeakValueDictionary()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer."""
@@ -29,9 +31,15 @@ class SharedRows:
         """The rows of `span`, as views."""
         return self._slots.read(span)
 
+    def buffers(self) -> dict[int, tuple[int, int]]:
+        """Bytes and rows of the buffer that they lie in, by its place in memory."""
+        return self._slots.buffers()
+
     def head(self, num_rows: int) -> SharedRows:
-        """The first of these rows."""
-        return self if num_rows == self.num_rows else SharedRows(self._slots, num_rows)
+        """The first of these rows; the same object for all who ask for as many."""
+        if num_rows == self.num_rows:
+            return self
+        return self._heads.setdefault(num_rows, SharedRows(self._slots, num_rows))
 
 
 class Rows:
@@ -52,8 +60,12 @@ class Rows:
 
     @property
     def exact_stop(self) -> int:
-        """Rows before this one are exact."""
+        """Rows before this one are exact; the others have something moved below them."""
         return self.num_shared + self.own.exact_stop
+
+    @exact_stop.setter
+    def exact_stop(self, stop: int) -> None:
+        self.own.exact_stop = stop - self.num_shared
 
     def share(self, num_rows: int) -> SharedRows:
         """Let others read the first rows; at most `num_rows`, less if fewer are shared already."""
@@ -89,3 +101,8 @@ class Rows:
         whole.write(Span(0, self.length), self.read(Span(0, self.length)))
         whole.exact_stop = self.exact_stop
         return whole
+
+    def buffers(self) -> dict[int, tuple[int, int]]:
+        """Bytes and rows of each buffer that it needs, by the buffer's place in memory."""
+        shared = {} if self.shared is None else self.shared.buffers()
+        return self.own.buffers() | shared

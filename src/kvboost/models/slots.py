@@ -143,6 +143,13 @@ class SlotCache(Cache):
         """An empty one of the same kind."""
         return SlotCache(self._geometry, capacity, self.device)
 
+    def buffers(self) -> dict[int, tuple[int, int]]:
+        """Bytes and rows of the memory below it, by its place; parts of a cache lie in one."""
+        sizes = [buffer.untyped_storage().nbytes() for buffer in self._buffers]
+        per_token = self._geometry.bytes_per_token * self.batch_size
+        place = self._buffers[0].untyped_storage().data_ptr()
+        return {place: (sum(sizes), sum(sizes) // per_token)}
+
     def _part(self, rows: slice, length: int) -> SlotCache:
         part = self.like(0)
         part._buffers = [buffer[:, :, :, rows] for buffer in self._buffers]  # noqa: SLF001
