@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvboost.build import Parts
 from kvboost.engine.answer import terms_of, why_not
 from kvboost.engine.audit import carry_out, prepare_audit
-from kvboost.engine.batch.live import LivePrompts
+from kvboost.engine.batch.live import LEAST_SHARED, LivePrompts, Owner
 from kvboost.engine.batch.pace import Pace
 from kvboost.engine.batch.queue import FairQueue
 from kvboost.engine.batch.sequence import Sequence
@@ -23,7 +23,7 @@ from kvboost.engine.prefill import Terms, decide, fill, keep, look_up, named_chu
 from kvboost.engine.report import count, report
 from kvboost.engine.results import Completion, Phases
 from kvboost.errors import DeadlineExceeded
-from kvboost.models.rows import Rows
+from kvboost.models.rows import Rows, SharedRows
 from kvboost.models.sampling import choose
 
 if TYPE_CHECKING:
@@ -108,9 +108,7 @@ class Batch:
         """Take in requests as long as their prompts fit in the next step."""
         while len(self._running) < self._most_running:
             computing = [each for each in self._running if each.pending]
-            num_decoding = len(self._running) - len(computing)
-            num_pending = sum(len(each.pending) for each in computing)
-            if num_pending >= self._pace.prompt_tokens(num_decoding):
+            if sum(len(each.pending) for each in computing) >= self._room_for_prompts(computing):
                 return
             sequence = self._waiting.take(self._can_join)
             if sequence is None:
@@ -148,13 +146,14 @@ class Batch:
     def _waits_for_another(self, sequence: Sequence) -> bool:
         """Whether another request computes most of what this one needs right now."""
         owner, num_alike = self._find_alike(sequence)
-        if owner is None or owner.rows is not None:
+        if owner is None or owner.num_ready >= num_alike:
             return False
         terms = Terms(sequence.request.reuse, sequence.request.tenant)
-        num_known = look_up(sequence.request.tokens, self._parts, terms).num_reused
+        num_stored = look_up(sequence.request.tokens, self._parts, terms).num_reused
+        num_known = max(num_stored, owner.num_ready)
         return num_alike - num_known > (len(sequence.request.tokens) - num_known) / 2
 
-    def _find_alike(self, sequence: Sequence) -> tuple[Any, int]:
+    def _find_alike(self, sequence: Sequence) -> tuple[Owner | None, int]:
         request, parts = sequence.request, self._parts
         may_share = parts.model.packs and parts.piece_tokens is None and request.reuse != "off"
         if not may_share or self._is_alone(sequence):
@@ -174,12 +173,8 @@ class Batch:
         terms, note = terms_of(request, parts, is_refused=bool(sequence.note))
         sequence.terms, sequence.note = terms, sequence.note or note
         decision = decide(request.tokens, parts, terms, capacity=sequence.num_tokens)
-        shared = None
-        owner, num_alike = self._find_alike(sequence)
-        if owner is not None and owner.rows is not None and not decision.plan.moved:
-            num_alike = min(num_alike, len(request.tokens) - 1) // SHARED_STEP * SHARED_STEP
-            shared = owner.rows.share(num_alike)
-            assert sequence.names is not None
+        shared = None if decision.plan.moved else self._share(sequence)
+        if shared is not None and sequence.names is not None:
             decision = decision.on_shared(*sequence.names, shared.num_rows)
         num_own = len(request.tokens) - (shared.num_rows if shared else 0)
         num_new = min(sequence.sampling.max_new_tokens, FIRST_NEW_ROWS)
@@ -191,12 +186,22 @@ class Batch:
             exact = sum(chunk.span.stop <= rows.exact_stop for chunk in chunks)
             self._live.add(sequence.owner, keys[:exact])
 
+    def _share(self, sequence: Sequence) -> SharedRows | None:
+        """Rows of another request that begins alike."""
+        owner, num_alike = self._find_alike(sequence)
+        if owner is None or owner.rows is None:
+            return None
+        most = min(num_alike, owner.num_ready, len(sequence.request.tokens) - 1)
+        if most < LEAST_SHARED:
+            return None
+        return owner.rows.share(most // SHARED_STEP * SHARED_STEP)
+
     def _next_segments(self) -> dict[Segment, Sequence]:
         """One token of each answer, then pieces of prompts: the oldest first, then short ones."""
         computing = [each for each in self._running if each.pending]
         decoding = [each for each in self._running if not each.pending]
         segments = {each.next_segment(1): each for each in decoding}
-        room = self._pace.prompt_tokens(len(decoding))
+        room = self._room_for_prompts(computing)
         # Half of the room is the oldest prompt's, so that short ones cannot hold it up for ever.
         for sequence in computing[:1]:
             most = room if len(computing) == 1 else -(-room // 2)
@@ -206,6 +211,12 @@ class Batch:
             if room > 0:
                 room -= self._add_piece(segments, sequence, room)
         return segments
+
+    def _room_for_prompts(self, computing: list[Sequence]) -> int:
+        num_decoding = len(self._running) - len(computing)
+        num_free = self._most_running - len(self._running)
+        num_waiting = len(computing) + min(len(self._waiting), num_free)
+        return self._pace.prompt_tokens(num_decoding, num_waiting)
 
     def _is_whole(self, sequence: Sequence) -> bool:
         """Whether a prompt must not be cut: its bits or its rotation depend on the piece."""
@@ -234,6 +245,9 @@ class Batch:
             for sequence in segments.values():
                 self._fail(sequence, error)
             return
+        for sequence in segments.values():
+            if not sequence.output:
+                sequence.note_ready()
         for sequence, choice in zip(ready.values(), choices, strict=True):
             self._go_on(sequence, choice)
         self._num_steps += 1
@@ -253,7 +267,6 @@ class Batch:
             self._finish(sequence)
 
     def _prompt_is_done(self, sequence: Sequence) -> None:
-        sequence.owner.rows = sequence.rows
         prefilled = sequence.prefilled
         assert prefilled is not None
         if not sequence.was_beside:
