@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import CancelledError
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvboost.build import Parts
@@ -63,7 +64,7 @@ def answer(
         output_texts=texts,
         output=output,
     )
-    _count(prefilled, num_prompt, parts, looked_up=not note)
+    _count(request, prefilled, parts, looked_up=not note)
 
     def later() -> Idle | None:
         if prefilled is None:
@@ -160,8 +161,8 @@ def _storable(
     return sequence[: slots.length]
 
 
-def _count(prefilled: Prefilled | None, num_prompt: int, parts: Parts, *, looked_up: bool) -> None:
-    add = parts.metrics.add
+def _count(request: Request, prefilled: Prefilled | None, parts: Parts, *, looked_up: bool) -> None:
+    add, num_prompt = partial(parts.metrics.add, tenant=request.tenant), len(request.tokens)
     add("requests")
     add("prompt_tokens", num_prompt)
     if prefilled is None or not looked_up:

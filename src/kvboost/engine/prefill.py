@@ -177,7 +177,7 @@ def keep(
     for span in live:
         if len(span) >= LEAST_MOVED_TOKENS:
             chunks = _split(tokens[span.start : span.stop], parts, first=span.start)
-            space = _space(parts, tenant)
+            space = space_of(tenant, parts)
             names = [content_key(chunk.tokens, space) for chunk in chunks]
             commit_approximate(slots, chunks, names, space, parts.store)
 
@@ -212,7 +212,7 @@ def named_chunks(
     tokens: Sequence[int], parts: Parts, tenant: str
 ) -> tuple[list[Chunk], list[ChunkKeys], Namespace]:
     """The chunks of a prompt with their keys, and the namespace of these."""
-    space = _space(parts, tenant)
+    space = space_of(tenant, parts)
     chunks = _split(tokens, parts)
     return chunks, derive(chunks, space), space
 
@@ -225,6 +225,7 @@ def _split(tokens: Sequence[int], parts: Parts, first: int = 0) -> list[Chunk]:
     return [Chunk(span, chunk.tokens) for span, chunk in zip(moved, chunks, strict=True)]
 
 
-def _space(parts: Parts, tenant: str) -> Namespace:
+def space_of(tenant: str, parts: Parts) -> Namespace:
+    """The namespace of what a tenant stores."""
     codec = parts.store.codec.name
     return namespace(parts.model.fingerprint, tenant, parts.piece_tokens, codec)
