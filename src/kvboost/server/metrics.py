@@ -184,14 +184,20 @@ READINGS = (
         "model",
     ),
     _gauge("running_requests", "Requests in the batch now", _of_batch("num_running")),
-    _gauge("running_requests_limit", "Requests that fit in it", _of_batch("max_batch_size")),
+    _gauge("running_requests_limit", "Requests that fit in the batch", _of_batch("max_batch_size")),
     _gauge("waiting_requests", "Requests in the queue now", _of_batch("num_waiting")),
-    _gauge("waiting_requests_limit", "Requests that fit in it", _of_batch("max_queue_size")),
-    _gauge("mean_batch_size", "Requests in a step since the start", _of_batch("mean_batch_size")),
+    _gauge("waiting_requests_limit", "Requests that fit in the queue", _of_batch("max_queue_size")),
+    _gauge(
+        "mean_batch_size", "Requests in a step, mean since the start", _of_batch("mean_batch_size")
+    ),
     _counter("steps", "Steps of the batch", _of_batch("num_steps")),
     _gauge("working_kv_bytes", "K/V of the requests in the batch", _of_batch("kv_bytes")),
     _gauge("working_kv_tokens", "Tokens in the K/V of the batch", _of_batch("kv_tokens")),
-    _gauge("working_kv_tokens_limit", "Tokens that fit in it", _of_batch("kv_capacity_tokens")),
+    _gauge(
+        "working_kv_tokens_limit",
+        "Tokens that fit in the K/V of the batch",
+        _of_batch("kv_capacity_tokens"),
+    ),
     _counter(
         "prompt_tokens",
         "Prompt tokens: stored with the same text before them (exact), with other text (moved), "
@@ -216,12 +222,19 @@ READINGS = (
     _gauge("tier_up", "1 while the tier works", _of_tiers("is_up"), "tier"),
     _gauge("tier_chunks", "Chunks in the tier, if known", _of_tiers("num_entries"), "tier"),
     _gauge("tier_bytes", "Bytes in the tier, if known", _of_tiers("size_bytes"), "tier"),
-    _gauge("tier_bytes_limit", "Its budget; 0: not ours", _of_tiers("budget_bytes"), "tier"),
+    _gauge(
+        "tier_bytes_limit",
+        "Bytes that the tier may hold; 0: no limit of ours",
+        _of_tiers("budget_bytes"),
+        "tier",
+    ),
     _counter("tier_hits", "Chunks found below memory", _of_tiers("hits"), "tier"),
     _counter("tier_misses", "Chunks not found below memory", _of_tiers("misses"), "tier"),
     _counter("tier_written_chunks", "Chunks written below memory", _of_tiers("written"), "tier"),
     _counter("tier_dropped_writes", "Chunks not written in time", _of_tiers("dropped"), "tier"),
-    _counter("tier_faults", "Failures and timeouts, now misses", _of_tiers("faults"), "tier"),
+    _counter(
+        "tier_faults", "Failures and timeouts, which became misses", _of_tiers("faults"), "tier"
+    ),
     _gauge("pinned_chunks", "Chunks in memory that may not leave", _of_cache("pinned_chunks")),
     _gauge("index_bytes", "Memory of the index of stored chunks", _index_bytes),
     _counter("tenant_prompt_tokens", "Prompt tokens by tenant", _tenant_tokens, "tenant", "kind"),

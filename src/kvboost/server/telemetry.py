@@ -14,6 +14,7 @@ from prometheus_client import (
     Counter,
     Histogram,
     ProcessCollector,
+    disable_created_metrics,
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -92,6 +93,7 @@ class Telemetry:
     """Counts, logs and traces requests; each has a registry of its own."""
 
     def __init__(self, engine: Engine, *, model: str) -> None:
+        disable_created_metrics()  # or each counter would come with a second series, of its age
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine, model))
         ProcessCollector(registry=self._registry)
