@@ -13,51 +13,55 @@ from rich.text import Text
 
 Figures: TypeAlias = Mapping[str, Any]
 
-BAR_WIDTH = 30
+WIDTH = 40  # of the bars; all of it fits into 80 columns
 COLOURS = {"exact": "green", "moved": "yellow", "miss": "bright_black"}
 
 
 def draw(stats: Figures, url: str, trouble: str = "") -> RenderableType:
-    """The whole view."""
+    """The whole view; `trouble` is why the figures are not those of this moment."""
     requests = stats["requests"]
-    title = Text.assemble(
-        ("kvboost ", "bold"), f"{url}  up {_age(requests['uptime_s'])}  ", (trouble, "bold red")
+    title = Text.assemble(("kvboost", "bold"), f"  {url}  up {_age(requests['uptime_s'])}")
+    return Group(
+        title,
+        Text(trouble, "bold red"),
+        _load(stats["batch"], requests),
+        Text(),
+        _tiers(stats["engine"]),
+        Text(),
+        _errors(requests),
     )
-    parts = [title, Text(), _load(stats["batch"], requests), Text(), _reuse(requests), Text()]
-    parts += [_tiers(stats["engine"]), Text(), _errors(requests)]
-    return Group(*parts)
 
 
 def _load(batch: Figures, requests: Figures) -> RenderableType:
     table = Table.grid(padding=(0, 2))
-    minute = f"{requests['num_requests']} requests, {requests['num_errors']} errors since the start"
-    table.add_row("requests", f"{requests['requests_per_s']:.1f}/s", minute)
-    tokens = f"{requests['generated_tokens_per_s']:.0f}/s"
-    prompt = f"and {requests['prompt_tokens_per_s']:.0f}/s of prompts"
-    table.add_row("tokens", tokens, prompt)
+    since = f"{requests['num_requests']} since the start, {requests['num_errors']} with errors"
+    table.add_row("requests", f"{requests['requests_per_s']:.1f}/s", since)
+    table.add_row("answers", f"{requests['generated_tokens_per_s']:.0f} tokens/s")
+    bar, shares = _reuse(requests["prompt_tokens"])
+    table.add_row("prompts", f"{requests['prompt_tokens_per_s']:.0f} tokens/s", bar)
+    table.add_row("", "", shares)
     for name, count, limit in (
         ("running", batch["num_running"], batch["max_batch_size"]),
         ("waiting", batch["num_waiting"], batch["max_queue_size"]),
     ):
-        table.add_row(name, f"{count} of {limit}", _bar(count, limit))
+        table.add_row(name, f"{count} of {limit}", _bar(count, limit, WIDTH))
     for name, field in (("first token", "ttft_s"), ("next token", "itl_s"), ("queue", "queue_s")):
         times = requests[field]
         table.add_row(name, f"p50 {_duration(times['p50'])}", f"p95 {_duration(times['p95'])}")
     return table
 
 
-def _reuse(requests: Figures) -> RenderableType:
-    tokens = requests["prompt_tokens"]
+def _reuse(tokens: Figures) -> tuple[Text, Text]:
+    """A bar of what became of the prompts, and the same in words."""
     total = sum(tokens[kind] for kind in COLOURS)
-    line = Text("prompt tokens of the last minute  ")
     if not total:
-        return line.append("none yet", "dim")
-    shares = {kind: tokens[kind] / total for kind in COLOURS}
+        return Text("none in the last minute", "dim"), Text()
+    bar, words = Text(), Text()
     for kind, colour in COLOURS.items():
-        line.append("█" * round(shares[kind] * BAR_WIDTH), colour)
-    for kind, colour in COLOURS.items():
-        line.append(f"  {kind} {shares[kind]:.0%}", colour)
-    return line.append(f"  ({tokens['repaired'] / total:.0%} repaired)", "dim")
+        share = tokens[kind] / total
+        bar.append("█" * round(share * WIDTH), colour)
+        words.append(f"{kind} {share:.0%}  ", colour)
+    return bar, words.append(f"repaired {tokens['repaired'] / total:.0%}", "dim")
 
 
 def _tiers(engine: Figures) -> RenderableType:
@@ -69,15 +73,15 @@ def _tiers(engine: Figures) -> RenderableType:
         "hits": engine["cache_hits"],
         "misses": engine["cache_misses"],
     }
-    columns = ("tier", "state", "filled", "", "chunks", "hits", "misses", "faults", "not written")
-    table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
+    columns = ("tier", "state", "filled", "", "chunks", "hits", "misses", "faults", "dropped")
+    table = Table(*columns, box=None, header_style="bold", padding=(0, 1, 0, 0))
     for name, tier in {"memory": memory, **engine["tiers"]}.items():
         state = Text("up", "green") if tier["is_up"] else Text("DOWN", "bold red")
         counts = (tier.get(field, "") for field in ("hits", "misses", "faults", "dropped"))
         size, budget = tier["size_bytes"], tier["budget_bytes"]
         is_known = budget > 0  # a server that others fill too does not tell
-        filled = f"{_size(size)} of {_size(budget)}" if is_known else "shared"
-        bar = _bar(size, budget) if is_known else ""
+        filled = f"{_size(size)} / {_size(budget)}" if is_known else "shared"
+        bar = _bar(size, budget, WIDTH // 4) if is_known else ""
         chunks = str(tier["num_entries"]) if is_known else ""
         table.add_row(name, state, bar, filled, chunks, *map(str, counts))
     return table
@@ -99,8 +103,8 @@ def _plain(text: str, style: str = "") -> Text:
     return Text(text if text.isprintable() else ascii(text), style)
 
 
-def _bar(value: float, limit: float) -> RenderableType:
-    return ProgressBar(total=max(1, limit), completed=value, width=BAR_WIDTH)
+def _bar(value: float, limit: float, width: int) -> RenderableType:
+    return ProgressBar(max(1, limit), value, width=width, complete_style="cyan")
 
 
 def _duration(seconds: float | None) -> str:

@@ -93,7 +93,8 @@ class Telemetry:
     """Counts, logs and traces requests; each has a registry of its own."""
 
     def __init__(self, engine: Engine, *, model: str) -> None:
-        disable_created_metrics()  # or each counter would come with a second series, of its age
+        # Or each counter would come with a second series, of its age.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine, model))
         ProcessCollector(registry=self._registry)
