@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from kvboost.cli.screen import draw
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+NOON = time.mktime((2025, 1, 15, 12, 0, 0, 0, 0, -1))  # of wherever this runs
 
 DISK = {
     "is_up": True,
@@ -50,7 +52,7 @@ STATS: dict[str, Any] = {
         "queue_s": {"p50": 0.0011, "p95": 0.42},
         "recent_errors": [
             {
-                "at": 1_700_000_000.0 + 40 * number,
+                "at": NOON + 40 * number,
                 "request_id": request_id,
                 "endpoint": "/v1/chat/completions",
                 "status": status,

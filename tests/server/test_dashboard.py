@@ -70,3 +70,24 @@ def test_expressions_use_metrics_and_labels_that_exist(expression: str) -> None:
 def test_every_metric_is_on_the_board() -> None:
     shown = " ".join(EXPRESSIONS) + str(BOARD["templating"])
     assert [metric.name for metric in METRICS if metric.name not in shown] == []
+
+
+def test_all_of_it_is_known_to_the_models_of_grafana() -> None:
+    plugins = pytest.importorskip("grafana_foundation_sdk.cog.plugins")
+    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder")
+    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard")
+    plugins.register_default_plugins()
+    read = models.Dashboard.from_json(BOARD)
+    assert lost(BOARD, json.loads(encoder.JSONEncoder().encode(read))) == []
+
+
+def lost(whole: Any, part: Any, place: str = "") -> list[str]:
+    """Where `part` is not what `whole` is; what it has in addition does not matter."""
+    if isinstance(whole, dict):
+        missing = [f"{place}/{key}" for key in whole if key not in part]
+        both = ((key, whole[key], part[key]) for key in whole if key in part)
+        return missing + [each for key, *pair in both for each in lost(*pair, f"{place}/{key}")]
+    if isinstance(whole, list) and len(whole) == len(part):
+        pairs = zip(whole, part, strict=True)
+        return [each for n, pair in enumerate(pairs) for each in lost(*pair, f"{place}/{n}")]
+    return [] if whole == part else [place]

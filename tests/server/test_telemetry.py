@@ -178,6 +178,7 @@ def test_what_is_older_than_a_minute_is_only_counted() -> None:
 def test_a_stream_that_broke_is_an_error_though_its_status_is_200() -> None:
     recent = Recent()
     recent.add(record(error="deadline_exceeded"))
+    recent.add(failed(499, "", finish_reason="cancelled"))  # a caller who went away is no error
     assert recent.summary()["num_errors"] == 1
 
 

@@ -60,8 +60,11 @@ class RequestRecord:
 
     @property
     def is_error(self) -> bool:
-        """Whether something went wrong, also after a stream had started with status 200."""
-        return self.status >= 400 or bool(self.error)
+        """Whether something went wrong, also after a stream had started with status 200.
+
+        A caller who went away is none.
+        """
+        return self.finish_reason != "cancelled" and (self.status >= 400 or bool(self.error))
 
     @property
     def prompt_tokens(self) -> int:
