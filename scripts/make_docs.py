@@ -1,7 +1,7 @@
 """Write the generated parts of the docs: the options, the metrics, and README's figures.
 
-Options and metrics come from their definitions, figures from the JSON lines that `benchmarks/run.py` printed,
-kept in benchmarks/results.
+Options and metrics come from their definitions, figures from the JSON lines that
+`benchmarks/run.py` printed, kept in benchmarks/results.
 """
 
 from __future__ import annotations

@@ -80,9 +80,10 @@ def test_text_for_people_has_the_fields_and_stays_in_its_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     configure("text")
-    fields = {"status": 200, "request_id": "x\nERROR forged"}
+    fields = {"status": 200, "request_id": "x\nERROR forged", "error": "", "ttft_ms": None}
     log_fields(logging.getLogger("kvboost.request"), logging.INFO, "request", fields)
     (line,) = lines(capsys)
+    assert "error" not in line and "ttft_ms" not in line
     assert "INFO" in line and "status=200" in line and r'request_id="x\nERROR forged"' in line
 
 

@@ -55,12 +55,13 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """A line for people; a traceback follows in lines of its own."""
+    """A line for people, without what is empty; a traceback follows in lines of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line; what came from outside cannot end it."""
         at = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
-        pairs = [f"{name}={_shown(value)}" for name, value in getattr(record, FIELDS, {}).items()]
+        fields = getattr(record, FIELDS, {}).items()
+        pairs = [f"{name}={_shown(value)}" for name, value in fields if value not in (None, "")]
         parts = [at, f"{record.levelname:<7}", _shown(record.getMessage()), *pairs]
         line = " ".join(parts)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 PHASES = ("queue", "lookup", "load", "prefill", "decode")
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+TIMEOUTS = ("OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT")
+# Less than OpenTelemetry's ten: with the collector down, an exit waits this long for each batch.
+EXPORT_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +41,8 @@ def provider_from_environment(model: str) -> TracerProvider | None:
     name = os.environ.get("OTEL_SERVICE_NAME", "kvboost")
     resource = Resource.create({"service.name": name, "kvboost.model": model})
     provider = TracerProvider(resource=resource)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    timeout_s = None if any(os.environ.get(name) for name in TIMEOUTS) else EXPORT_S
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=timeout_s)))
     return provider
 
 
