@@ -399,3 +399,19 @@ def test_from_pretrained_and_close(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert model.config._attn_implementation == untouched.config._attn_implementation
     ids = torch.tensor([words(30)])
     assert torch.equal(model(ids).logits, untouched(ids).logits)
+
+
+def test_stats_tell_tenants_apart(engine: KVBoost) -> None:
+    engine.warm(words(32), tenant="warmed")
+    for tenant in ("a", "a", "b"):
+        engine.generate(words(40), 2, tenant=tenant)
+    engine.flush()
+    stats = engine.cache_stats()
+    tenants = stats["tenants"]
+    assert [tenants[name]["requests"] for name in ("a", "b", "warmed")] == [2, 1, 0]
+    assert tenants["a"]["cache_hits"] > 0 == tenants["b"]["cache_hits"]
+    assert tenants["a"]["exact_tokens"] == 39
+    assert tenants["a"]["cache_misses"] == tenants["b"]["cache_misses"] > 0
+    held_bytes = sum(row["memory_bytes"] for row in tenants.values())
+    assert held_bytes == stats["hot_memory_mb"] * 2**20 > 0
+    assert tenants["warmed"]["memory_bytes"] > 0

@@ -36,6 +36,7 @@ from kvboost.engine.results import (
     ReuseReport,
     WarmResult,
 )
+from kvboost.engine.stats import cache_stats
 from kvboost.engine.stream import Event, TextStream, text_of
 from kvboost.engine.texts import PREFACE, chat_tokens, texts_to_warm, tokens_of
 from kvboost.engine.verify import PROMPTS, verify, verify_moved
@@ -329,6 +330,7 @@ class KVBoost:
                     pin_chunks, before + tokens, self._parts, tenant=tenant, ttl_s=ttl_s
                 )
                 num_pinned += self._worker.call(pinning)
+        self._parts.metrics.add("warmed_tokens", num_computed, tenant=tenant)
         total_ms = 1e3 * (time.perf_counter() - started)
         return WarmResult(len(texts), num_tokens, num_computed, num_pinned, total_ms)
 
@@ -382,25 +384,7 @@ class KVBoost:
 
     def cache_stats(self) -> dict[str, Any]:
         """Sizes and counts since the engine was made, at once: `flush` first to miss nothing."""
-        counts, tiers = self._parts.metrics.snapshot(), self._parts.store.tiers
-        memory = tiers.memory.stats()
-        exact, moved = counts["exact_hits"], counts["moved_hits"]
-        chunks = max(1, exact + moved + counts["misses"])
-        return {
-            "hot_chunks": memory.num_entries,
-            "hot_memory_mb": memory.size_bytes / 2**20,
-            "budget_mb": memory.budget_bytes / 2**20,
-            "pinned_chunks": tiers.memory.num_pinned,
-            "cache_hits": exact + moved,
-            "approximate_hits": moved,
-            "cache_misses": counts["misses"],
-            "hit_rate": (exact + moved) / chunks,
-            "exact_hit_rate": exact / chunks,
-            "index_mb": self._parts.store.index.size_bytes / 2**20,
-            "quality": self._parts.guard.snapshot(),
-            "tiers": tiers.stats(),
-            **counts,
-        }
+        return cache_stats(self._parts)
 
     def flush(self) -> None:
         """Wait until what earlier calls computed is stored and their audits are done."""

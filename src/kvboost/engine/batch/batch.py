@@ -276,7 +276,7 @@ class Batch:
         self._running.remove(sequence)
         sequence.ticket.future.set_result(_completion(sequence, self._parts))
         looked_up = sequence.terms.reuse != "off"
-        count(sequence.prefilled, len(sequence.request.tokens), self._parts, looked_up=looked_up)
+        count(sequence.request, sequence.prefilled, self._parts, looked_up=looked_up)
         if looked_up:
             try:
                 self._keep(sequence)
