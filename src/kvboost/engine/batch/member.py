@@ -25,7 +25,7 @@ Listener = Callable[[Delta], None]
 
 
 @dataclass(eq=False)
-class Sequence:
+class Member:
     """State of a request; all of it belongs to the engine's thread but for the ticket."""
 
     request: Request
