@@ -129,11 +129,11 @@ def test_beams_do_not_spoil_the_store(engine: KVBoost) -> None:
 
 
 def test_a_batch_answers_each_prompt_with_its_own_settings(engine: KVBoost) -> None:
-    shared = words(40)
+    shared = words(200)
     prompts = [shared + words(3 + turn, seed=turn) for turn in range(3)]
     results = engine.generate_batch(prompts, 6, per_prompt=[{}, {"max_new_tokens": 2}, {}])
     assert [len(r.token_ids) for r in results] == [6, 2, 6]
-    assert [r.cached_tokens for r in results] == [0, 40, 40]
+    assert [r.cached_tokens for r in results] == [0, 192, 192]
     assert [r.token_ids for r in results] == [
         plain(p, 6)[: len(r.token_ids)] for p, r in zip(prompts, results, strict=True)
     ]
