@@ -16,6 +16,7 @@ from kvboost.build import build
 from kvboost.config import check_reuse, make_options, option_names
 from kvboost.core import ReuseMode
 from kvboost.engine.answer import answer
+from kvboost.engine.contents import Contents
 from kvboost.engine.explain import explain
 from kvboost.engine.prefill import Terms, bring, warm_up
 from kvboost.engine.prefill import pin as pin_chunks
@@ -317,6 +318,11 @@ class KVBoost:
             "tiers": tiers.stats(),
             **counts,
         }
+
+    @property
+    def contents(self) -> Contents:
+        """What is stored: to look at, to pin and to delete."""
+        return Contents(self._parts, self.tokenizer, self._worker)
 
     def flush(self) -> None:
         """Wait until what earlier calls computed is stored and their audits are done."""
