@@ -283,7 +283,8 @@ async def _tell(request: Request, error: Exception) -> Response:
 
 def _plain_problem(error: Exception) -> Problem:
     assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    names = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}
+    code = names.get(error.status_code)
     return Problem(error.status_code, str(error.detail), code=code)
 
 

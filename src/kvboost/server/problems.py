@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -90,22 +91,28 @@ def problem_of(error: BaseException) -> Problem | None:
 def invalid(errors: Sequence[Mapping[str, Any]], body: type[BaseModel] | None) -> Problem:
     """What pydantic found wrong with a body, in a sentence about the first parameter of it."""
     first = errors[0]
-    path = [each for each in first["loc"] if each not in ("body", "query")]
+    path = [each for each in first["loc"][1:] if _is_name(each)]
     if first["type"] == "json_invalid":
         return Problem(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
     if first["type"] == "refused":
         param = ".".join(map(str, [*path, first["ctx"]["param"]]))
         return Problem(400, first["msg"], param=param, code="invalid_value")
+    if first["type"] == "extra_forbidden":
+        param = _dotted([*path[: -1 if _is_name(first["loc"][-1]) else None], first["loc"][-1]])
+        known = body.model_fields if body is not None and len(first["loc"]) == 2 else ()
+        return Problem(400, _unknown(param, known), param=param, code="unknown_parameter")
     if not path:
         reason = "the body must be a JSON object, sent with Content-Type: application/json"
         return Problem(400, reason, code="invalid_body")
     param = _dotted(path)
-    if first["type"] == "extra_forbidden":
-        known = body.model_fields if body is not None and len(path) == 1 else ()
-        return Problem(400, _unknown(param, known), param=param, code="unknown_parameter")
     same = [each["msg"] for each in errors if each["loc"][:2] == first["loc"][:2]]
     reasons = "; or: ".join(dict.fromkeys(text.removeprefix("Value error, ") for text in same[:4]))
     return Problem(400, f"{param}: {reasons}", param=param, code="invalid_value")
+
+
+def _is_name(each: str | int) -> bool:
+    """Not a tag by which pydantic tells the members of a union apart."""
+    return isinstance(each, int) or (each != "str" and re.fullmatch("[a-z_0-9]+", each) is not None)
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
