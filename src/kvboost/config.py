@@ -126,30 +126,32 @@ class Options:
             "tokens in a piece of deterministic prefill, a multiple of chunk_size", low=8
         ),
     )
+    max_batch_size: int = field(
+        default=16, metadata=about("requests that are computed together at most", low=1)
+    )
+    max_queue_size: int = field(
+        default=256, metadata=about("requests that may wait for the batch", low=1)
+    )
+    batch_window_ms: int = field(
+        default=0,
+        metadata=about("how long an idle batch waits for company before it starts", low=0),
+    )
+    block_size: int = field(
+        default=16, metadata=about("tokens in a block of working K/V", low=1, high=4096)
+    )
+    num_blocks: int | None = field(
+        default=None,
+        metadata=about(
+            "blocks of K/V for running requests; None: as many bytes as max_cache_bytes", low=1
+        ),
+    )
     strict: bool = field(
         default=True,
         metadata=about("raise UnsupportedModel when certification fails; False: go without reuse"),
     )
-    max_batch_size: int = field(
-        default=16, metadata=about("requests that are computed together", low=1)
-    )
-    max_queue_size: int = field(
-        default=256, metadata=about("requests that may wait; one more is refused", low=1)
-    )
-    batch_window_ms: float = field(
-        default=0.0,
-        metadata=about("how long an idle engine waits for more requests before it starts", low=0.0),
-    )
     backend: str = field(
         default="auto",
         metadata=about(f"working memory of the batch: {', '.join(map(repr, BACKENDS))}"),
-    )
-    block_size: int = field(
-        default=16, metadata=about("tokens in a block of the 'paged' backend", low=1)
-    )
-    num_blocks: int | None = field(
-        default=None,
-        metadata=about("blocks of the 'paged' backend; None: chosen automatically", low=1),
     )
 
     def __post_init__(self) -> None:
