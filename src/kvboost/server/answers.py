@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
 
@@ -16,32 +16,10 @@ from kvboost.core import ReuseMode, Sampling
 from kvboost.engine.batch.ticket import Ticket
 from kvboost.engine.results import Completion, Delta
 
+if TYPE_CHECKING:
+    from kvboost.engine.engine import KVBoost
+
 T = TypeVar("T")
-
-
-class Engine(Protocol):
-    """What the server asks of an engine."""
-
-    tokenizer: Any
-
-    def submit(self, prompt: Any, sampling: Sampling, **arguments: Any) -> Ticket:
-        """Start an answer."""
-
-    def batch_stats(self) -> dict[str, Any]:
-        """The batch now."""
-
-    def cache_stats(self) -> dict[str, Any]:
-        """The cache now."""
-
-    def warm(self, content: Any, **arguments: Any) -> Any:
-        """Read text before it is needed."""
-
-    @property
-    def contents(self) -> Any:
-        """What is stored."""
-
-    def close(self) -> None:
-        """Stop."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +49,7 @@ class Answers:
         self._wake = asyncio.Event()
         self._error: BaseException | None = None
 
-    def start(self, engine: Engine, asks: Sequence[Ask], tenant: str, deadline_s: float) -> None:
+    def start(self, engine: KVBoost, asks: Sequence[Ask], tenant: str, deadline_s: float) -> None:
         """Hand all to the engine, or none.
 
         Raises:

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from kvboost import __version__
 from kvboost.engine.texts import chat_tokens, tokens_of
 from kvboost.errors import KVBoostError
-from kvboost.server.answers import Engine, unless_gone
+from kvboost.server.answers import unless_gone
 from kvboost.server.bodies import CacheBody, ChatBody, CompletionBody, Message, WarmBody
 from kvboost.server.exchange import Exchange, Running
 from kvboost.server.gate import REQUEST_ID, Gate
@@ -32,6 +32,7 @@ from kvboost.server.problems import Problem, ShuttingDown, invalid, problem_of, 
 from kvboost.server.telemetry import Telemetry
 
 if TYPE_CHECKING:
+    from kvboost.engine.engine import KVBoost
     from kvboost.server.grammar import Grammars
 
 BODIES: dict[str, type[BaseModel]] = {
@@ -83,7 +84,7 @@ class Endpoints:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: KVBoost,
         planner: Planner,
         running: Running,
         telemetry: Telemetry,
@@ -242,7 +243,7 @@ class Endpoints:
 
 
 def make_app(
-    engine: Engine,
+    engine: KVBoost,
     options: ServerOptions,
     telemetry: Telemetry,
     grammars: Grammars,

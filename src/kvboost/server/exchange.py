@@ -7,18 +7,21 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from kvboost.engine.results import Completion, Delta
-from kvboost.server.answers import Answers, ClientGone, Engine, unless_gone
+from kvboost.server.answers import Answers, ClientGone, unless_gone
 from kvboost.server.keys import Caller
 from kvboost.server.plans import Plan
 from kvboost.server.problems import ShuttingDown, internal, problem_of
 from kvboost.server.replies import account, event, headers
+
+if TYPE_CHECKING:
+    from kvboost.engine.engine import KVBoost
 
 STALL_S = 60.0  # a reader that takes nothing for so long is cut off
 DONE = b"data: [DONE]\n\n"
@@ -42,7 +45,7 @@ class Outcome:
 class Running:
     """The requests that are being answered."""
 
-    def __init__(self, engine: Engine, deadline_s: float) -> None:
+    def __init__(self, engine: KVBoost, deadline_s: float) -> None:
         self._engine = engine
         self._deadline_s = deadline_s
         self._answers: set[Answers] = set()

@@ -14,13 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from kvboost.config import Options
 from kvboost.errors import ConfigError, KVBoostError
-from kvboost.server.answers import Engine
 from kvboost.server.app import make_app
 from kvboost.server.exchange import Running
 from kvboost.server.keys import KeyRing, read_keys
@@ -30,6 +29,7 @@ from kvboost.server.plans import Served
 from kvboost.server.telemetry import Telemetry
 
 if TYPE_CHECKING:
+    from kvboost.engine.engine import KVBoost
     from kvboost.server.grammar import Grammars
 
 GRACE_S = 5.0  # for the error events of requests that are cut off
@@ -97,7 +97,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def serve(
-    engine: Engine,
+    engine: KVBoost,
     options: ServerOptions,
     grammars: Grammars,
     *,
@@ -138,17 +138,18 @@ def _bind(options: ServerOptions) -> socket.socket:
     return bound
 
 
-def _load(options: ServerOptions, engine_options: Options) -> tuple[Any, Served]:
+def _load(options: ServerOptions, engine_options: Options) -> tuple[KVBoost, Served]:
     """The engine, and what clients are to know of its model."""
     with _told(f"loading {options.model}"):
         from kvboost.engine.engine import KVBoost  # noqa: PLC0415  (loads torch)
         from kvboost.models.load import limits, load  # noqa: PLC0415
 
         model, tokenizer = load(options.model, options.device, {"dtype": options.dtype})
-    vocab_size, context_tokens = limits(model)
     with _told("certifying"):
         engine = KVBoost(model, tokenizer, **dataclasses.asdict(engine_options))
-    return engine, Served(options.model_name, vocab_size, context_tokens)
+    vocab_size, longest = limits(model)
+    room = engine.batch_stats()["kv_capacity_tokens"]
+    return engine, Served(options.model_name, vocab_size, min(room, longest or room))
 
 
 @contextmanager
