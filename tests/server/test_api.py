@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from fake_serving import Stand
 from kvboost.errors import KVBoostError
+from kvboost.server.bodies import ChatBody, CompletionBody
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -641,3 +643,33 @@ def test_the_document_tells_all_paths_and_statuses(client: TestClient) -> None:
     statuses = set(paths[CHAT]["post"]["responses"])
     assert {"200", "400", "401", "413", "429", "503", "504"} <= statuses
     assert "422" not in statuses
+
+
+MANY = 200_000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [1] * MANY + [-1]},
+        {"prompt": ["a"] * MANY + [3]},
+        {"prompt": [[1, -1]] * MANY},
+        {"prompt": [None] * MANY},
+        {"prompt": "a", **dict.fromkeys(map(str, range(MANY)))},
+        {"prompt": "a", "stop": [1] * MANY},
+        {"prompt": "a", "documents": [1] * MANY},
+        {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(MANY)), "x")},
+        {"prompt": "a", "metadata": dict.fromkeys(map(str, range(MANY)), 5)},
+        {"messages": [{}] * MANY},
+        {"messages": [dict.fromkeys(map(str, range(MANY)), 1)]},
+        {"messages": [{"role": "user", "content": [{"type": "text"}] * MANY}]},
+        {"messages": [{"role": "assistant", "tool_calls": [1] * MANY}]},
+        {"messages": USER, "tools": [{}] * MANY},
+        {"messages": USER, "modalities": ["x"] * MANY},
+    ],
+)
+def test_a_body_full_of_errors_is_given_up_early(body: Any) -> None:
+    kind = ChatBody if "messages" in body else CompletionBody
+    with pytest.raises(ValidationError) as error:
+        kind.model_validate(body)
+    assert error.value.error_count() < 500

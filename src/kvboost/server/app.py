@@ -168,7 +168,6 @@ class Endpoints:
             {
                 "model": self._model.name,
                 "version": __version__,
-                "uptime_s": int(time.time()) - self._created_at,
                 "requests": {**self._telemetry.summary(), "num_now": len(self._running)},
                 "batch": self._engine.batch_stats(),
                 "engine": self._engine.cache_stats(),

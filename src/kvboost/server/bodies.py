@@ -5,24 +5,42 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from kvboost.core import ReuseMode
 
 MOST_ANSWERS = 64  # of one request: prompts x n
 MOST_SCHEMA_BYTES = 64 * 1024  # of a JSON schema, or of all tools
+MOST_FIELDS = 64  # of an object, known or not
+MOST_BIASES = 1024
 MAX_SEED = 2**63 - 1
 
 Text: TypeAlias = Annotated[str, StringConstraints(min_length=1)]
 Label: TypeAlias = Annotated[str, StringConstraints(max_length=512)]
 Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Stop: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-TokenIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+TokenIds: TypeAlias = Annotated[
+    list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)
+]
 Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 Probability: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 Count: TypeAlias = Annotated[int, Field(ge=1)]
+
+
+def few(values: Any, most: int) -> Any:
+    """The same, unless it has too many entries: each could become an error of its own."""
+    if isinstance(values, dict) and len(values) > most:
+        raise ValueError(f"more than {most} entries")
+    return values
 
 
 def wrong(param: str, reason: str) -> PydanticCustomError:
@@ -35,13 +53,28 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _bound(cls, values: Any) -> Any:
+        return few(values, MOST_FIELDS)
+
+
+def _few_biases(values: Any) -> Any:
+    return few(values, MOST_BIASES)
+
+
+def _few_labels(values: Any) -> Any:
+    return few(values, MOST_FIELDS)
+
 
 class Harmless(Body):
     """The table of OpenAI's parameters that are accepted although they change nothing here."""
 
     user: Label | None = Field(None, description="for the client's own records")
     safety_identifier: Label | None = Field(None, description="like user")
-    metadata: dict[Label, Label] | None = Field(None, description="kept only with store")
+    metadata: Annotated[dict[Label, Label], BeforeValidator(_few_labels)] | None = Field(
+        None, description="kept only with store"
+    )
     store: Literal[False] | None = Field(None, description="answers are never kept: only false")
     service_tier: Literal["auto", "default"] | None = Field(None, description="there is one tier")
     prompt_cache_key: Label | None = Field(None, description="reuse goes by the text itself")
@@ -70,7 +103,7 @@ class Sampled(Harmless):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(_few_biases)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -121,8 +154,8 @@ class CompletionBody(Sampled):
     prompt: (
         Text
         | TokenIds
-        | Annotated[list[Text], Field(min_length=1)]
-        | Annotated[list[TokenIds], Field(min_length=1)]
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_ANSWERS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_ANSWERS)]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
@@ -175,9 +208,9 @@ class Message(Body):
     """A message of a chat; fields that are null count as left out."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Label | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: Annotated[list[Call], Field(fail_fast=True)] | None = None
     tool_call_id: Label | None = None
     annotations: list[Any] | None = Field(None, description="of OpenAI's own answers; left out")
 
@@ -215,6 +248,9 @@ class Message(Body):
         if self.tool_calls:
             plain["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
         return plain
+
+
+Messages: TypeAlias = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class Function(Body):
@@ -280,15 +316,15 @@ Format: TypeAlias = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(di
 class ChatBody(Sampled):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: Format | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
     @model_validator(mode="after")
     def _fit_chat(self) -> ChatBody:
@@ -328,7 +364,7 @@ class WarmBody(Body):
 
     text: Text | None = None
     texts: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     anywhere: bool | None = None
     preface: Text | None = None
     pin: bool = False
@@ -346,7 +382,7 @@ class CacheBody(Body):
     """Which stored text is meant, for /v1/cache/pin and /v1/cache/delete."""
 
     text: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     everything: bool = Field(default=False, description="all that the tenant has; only to delete")
     ttl_s: Annotated[float, Field(gt=0)] | None = Field(None, description="only to pin")
     tenant: Label | None = Field(None, description="None: that of the API key")

@@ -39,10 +39,19 @@ KEEP_ALIVE_S = 15
 class DrainingServer(uvicorn.Server):
     """Lets running requests finish for a while once it is told to end, then cuts them off."""
 
-    def __init__(self, config: uvicorn.Config, running: Running, drain_s: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, running: Running, drain_s: float, greeting: str = ""
+    ) -> None:
+        """`greeting` is said once connections are taken."""
         super().__init__(config)
         self._running = running
         self._drain_s = drain_s
+        self._greeting = greeting
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to take connections, and say so."""
+        await super().startup(sockets)
+        _say(self._greeting)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End, or on a second Ctrl+C end at once.
@@ -112,16 +121,16 @@ def serve(
         app,
         access_log=False,
         log_config=None,
+        log_level="warning",
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(options.drain_s + GRACE_S) + 1,
         ws="none",
     )
-    server = DrainingServer(config, app.state.running, options.drain_s)
     host, port = bound.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    _say(f"serving {model.name} at http://{shown}:{port}\n")
-    server.run([bound])
+    greeting = f"serving {model.name} at http://{shown}:{port}\n"
+    DrainingServer(config, app.state.running, options.drain_s, greeting).run([bound])
     return 0
 
 
@@ -156,9 +165,9 @@ def _load(options: ServerOptions, engine_options: Options) -> tuple[KVBoost, Ser
 def _told(what: str) -> Iterator[None]:
     """Say what takes so long, and how long it took."""
     started = time.perf_counter()
-    _say(f"{what} ... ")
+    _say(f"{what} ...\n")
     yield
-    _say(f"{time.perf_counter() - started:.1f} s\n")
+    _say(f"{what}: {time.perf_counter() - started:.1f} s\n")
 
 
 def _say(text: str) -> None:
