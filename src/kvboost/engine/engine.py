@@ -18,6 +18,7 @@ from kvboost.engine.batch.arguments import sampling_of
 from kvboost.engine.batch.front import BatchFront
 from kvboost.engine.batch.member import Listener
 from kvboost.engine.batch.ticket import Ticket
+from kvboost.engine.contents import Contents
 from kvboost.engine.explain import explain
 from kvboost.engine.prefill import Terms, bring
 from kvboost.engine.request import (
@@ -315,6 +316,11 @@ class KVBoost:
     def cache_stats(self) -> dict[str, Any]:
         """Sizes and counts since the engine was made, at once: `flush` first to miss nothing."""
         return cache_stats(self._parts)
+
+    @property
+    def contents(self) -> Contents:
+        """What is stored: to look at, to pin and to delete."""
+        return Contents(self._parts, self.tokenizer, self._worker)
 
     def flush(self) -> None:
         """Wait until what earlier calls computed is stored and their audits are done."""
