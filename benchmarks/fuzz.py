@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from fuzz_bodies import random_request
+from openai_errors import fault_of
 
 ALLOWED = {200, 400, 404, 413, 422, 429, 503, 504}
 PATIENCE_S = 20.0  # a body that is good may ask for a long answer: we hang up
@@ -87,12 +88,4 @@ def wrong_with(reply: httpx.Response) -> str:
     """What a client should not have got; empty if it is all right."""
     if reply.status_code not in ALLOWED:
         return f"status {reply.status_code}: {reply.text[:200]}"
-    if "Traceback (most recent" in reply.text:
-        return f"a stack trace: {reply.text[:200]}"
-    if reply.status_code == 200:
-        return ""
-    try:
-        error = reply.json()["error"]
-        return "" if error["message"] else "an error without a message"
-    except (ValueError, KeyError, TypeError):
-        return f"not an OpenAI error: {reply.text[:200]}"
+    return "" if reply.status_code == 200 else fault_of(reply)

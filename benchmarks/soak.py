@@ -1,7 +1,10 @@
 """Does a server hold mixed load? Many clients, good and bad: right answers, flat memory, no 5xx.
 
 Needs a running server with an fp32 model: every question of a pool is first asked alone, and under
-load its answer must be the same, letter by letter. Ends with code 1 if something was wrong.
+load its answer must be the same, letter by letter. Give the server a short queue, so that bursts
+overflow it, a deadline (--request-deadline-s 30) that long answers do not keep, and a small memory
+tier (--max-cache-bytes 64MiB), which is full before its memory is compared. Ends with code 1 if
+something was wrong.
 """
 
 from __future__ import annotations
@@ -13,13 +16,15 @@ import json
 import random
 import socket
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import httpx
 
+from openai_errors import fault_of
 from server_process import resident_mb
-from soak_questions import CHAT, Question, make_questions, tellable, text_of
+from soak_questions import CHAT, COMPLETIONS, Question, make_questions, tellable, text_of
 from soak_verdict import ABORTED, GAVE_UP, Tally, find_count, growth
 
 WEIGHTS = {
@@ -27,7 +32,7 @@ WEIGHTS = {
     "stream": 30,
     "slow": 8,
     "abort": 15,
-    "deadline": 4,
+    "deadline": 2,
     "oversize": 2,
     "malformed": 6,
     "invalid": 5,
@@ -36,7 +41,8 @@ ANSWER_S = 300.0  # whoever waits longer gives up, which is a fault
 SETTLE_S = 60.0  # for the last requests to end when the clients are gone
 SAMPLE_S = 1.0
 RETRY_S = 1.0
-DEADLINE_S = 0.05
+PAUSE_S = 1.0  # of a slow reader, at most
+LONG_TOKENS = 4000  # more than a server can write before its deadline
 OVERSIZE_BYTES = 12 * 2**20
 MALFORMED = (
     b"",
@@ -186,6 +192,7 @@ class Soak:
             "deadline": self._deadline,
             "whole": self._whole,
             "burst": self._whole,
+            "abort": self._aborted,
         }.get(kind, self._streamed)
         try:
             status, fault = await act(self._client_of[kind], kind, chance)
@@ -200,47 +207,51 @@ class Soak:
         question = chance.choice(self._pool)
         reply = await client.post(question.path, json=question.body)
         if reply.status_code != 200:
-            return reply.status_code, _fault_of(reply)
+            return reply.status_code, fault_of(reply)
         return 200, _difference(question, text_of(reply.json()["choices"][0]))
 
     async def _streamed(
         self, client: httpx.AsyncClient, kind: str, chance: random.Random
     ) -> tuple[int, str]:
         question = chance.choice(self._pool)
-        hang_up_after = chance.randrange(8) if kind == "abort" else None
-        text, is_whole = "", False
         body = question.body | {"stream": True}
+        text = ""
         async with client.stream("POST", question.path, json=body) as reply:
             if reply.status_code != 200:
                 await reply.aread()
-                return reply.status_code, _fault_of(reply)
-            num_pieces = 0
-            async for line in reply.aiter_lines():
-                if not line.startswith("data: "):
-                    continue
-                if line == "data: [DONE]":
-                    is_whole = True
-                    break
-                if num_pieces == hang_up_after:
-                    return ABORTED, ""
-                num_pieces += 1
-                piece = json.loads(line.removeprefix("data: "))
+                return reply.status_code, fault_of(reply)
+            async for piece in _pieces(reply):
                 if "error" in piece:
-                    return GAVE_UP, f"error in the stream: {piece['error']}"
+                    is_late = piece["error"].get("code") == "deadline_exceeded"
+                    return (504, "") if is_late else (GAVE_UP, f"in the stream: {piece['error']}")
                 text += "".join(text_of(choice) for choice in piece["choices"])
                 if kind == "slow":
-                    await asyncio.sleep(chance.uniform(0.1, 1.0))
-        if kind == "abort":  # it was shorter than our patience
-            return ABORTED, _difference(question, text)
-        return 200, _difference(question, text) if is_whole else "the stream broke off"
+                    await asyncio.sleep(PAUSE_S * chance.random())
+        return 200, _difference(question, text)
+
+    async def _aborted(
+        self, client: httpx.AsyncClient, kind: str, chance: random.Random
+    ) -> tuple[int, str]:
+        """Hang up at any moment; the text is new, so that the store has something to do, too."""
+        question = chance.choice(self._pool)
+        text = f"{chance.random()} {question.marker} " * chance.choice([1, 20])
+        body = {"model": question.body["model"], "prompt": text, "max_tokens": 64}
+        body["stream"] = chance.random() < 0.7
+        wait_s = chance.choice([0.01, 0.1, 1.0, 5.0])
+        try:
+            reply = await asyncio.wait_for(client.post(COMPLETIONS, json=body), wait_s)
+        except asyncio.TimeoutError:
+            return ABORTED, ""
+        is_fine = reply.status_code == 200
+        return (ABORTED, "") if is_fine else (reply.status_code, fault_of(reply))
 
     async def _deadline(
         self, client: httpx.AsyncClient, kind: str, chance: random.Random
     ) -> tuple[int, str]:
         question = chance.choice(self._pool)
-        headers = {"X-KVBoost-Deadline-S": str(DEADLINE_S)}
-        reply = await client.post(question.path, json=question.body, headers=headers)
-        return reply.status_code, "" if reply.status_code == 200 else _fault_of(reply)
+        body = question.body | {"max_tokens": LONG_TOKENS, "ignore_eos": True}
+        reply = await client.post(question.path, json=body)
+        return reply.status_code, "" if reply.status_code == 200 else fault_of(reply)
 
     async def _oversize(
         self, client: httpx.AsyncClient, kind: str, chance: random.Random
@@ -248,7 +259,7 @@ class Soak:
         body = b'{"prompt": "' + b"x" * OVERSIZE_BYTES + b'"}'
         with contextlib.suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
             reply = await client.post(CHAT, content=body)
-            return reply.status_code, _fault_of(reply)
+            return reply.status_code, fault_of(reply)
         return ABORTED, ""
 
     async def _malformed(
@@ -257,14 +268,14 @@ class Soak:
         headers = {"Content-Type": "application/json"}
         body = chance.choice(MALFORMED)
         reply = await client.post(CHAT, content=body, headers=headers)
-        return reply.status_code, _fault_of(reply)
+        return reply.status_code, fault_of(reply)
 
     async def _invalid(
         self, client: httpx.AsyncClient, kind: str, chance: random.Random
     ) -> tuple[int, str]:
         body = chance.choice(INVALID) | {"model": self._pool[0].body["model"]}
         reply = await client.post(CHAT, json=body)
-        return reply.status_code, _fault_of(reply)
+        return reply.status_code, fault_of(reply)
 
     async def _watch_memory(self) -> None:
         while self._options.pid is not None and time.monotonic() < self._stop_at:
@@ -284,19 +295,23 @@ class Soak:
             await asyncio.sleep(SAMPLE_S)
 
 
+async def _pieces(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The events of a stream.
+
+    Raises:
+        ValueError: it broke off, or an event is not JSON.
+    """
+    is_whole = False
+    async for line in reply.aiter_lines():
+        if line == "data: [DONE]":
+            is_whole = True
+        elif line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+    if not is_whole:
+        raise ValueError("the stream broke off")
+
+
 def _difference(question: Question, text: str) -> str:
     if text == question.answer:
         return ""
     return f"seed {question.body['seed']}: {text!r} instead of {question.answer!r}"
-
-
-def _fault_of(reply: httpx.Response) -> str:
-    """What is wrong with a refusal: it must be an OpenAI error, and a 503 says when to retry."""
-    error = reply.json().get("error")
-    if not isinstance(error, dict) or not error.get("message"):
-        return f"not an OpenAI error: {reply.text[:200]}"
-    if "Traceback" in reply.text:
-        return f"a stack trace: {reply.text[:200]}"
-    if reply.status_code == 503 and "retry-after" not in reply.headers:
-        return "a 503 without Retry-After"
-    return ""
