@@ -47,6 +47,14 @@ class Parts:
         """Piece size of prefill; None: in one piece."""
         return self.options.piece_tokens if self.options.deterministic else None
 
+    @property
+    def working_tokens(self) -> int:
+        """Tokens of K/V that running requests may have in all."""
+        options = self.options
+        if options.num_blocks is not None:
+            return options.num_blocks * options.block_size
+        return options.max_cache_bytes // max(1, self.model.geometry.bytes_per_token)
+
 
 def build(options: Options, model: HFModel, boundaries: Set[int]) -> Parts:
     """Put an engine's parts together."""

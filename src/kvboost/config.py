@@ -122,6 +122,25 @@ class Options:
             "tokens in a piece of deterministic prefill, a multiple of chunk_size", low=8
         ),
     )
+    max_batch_size: int = field(
+        default=16, metadata=_about("requests that are computed together at most", low=1)
+    )
+    max_queue_size: int = field(
+        default=256, metadata=_about("requests that may wait for the batch", low=1)
+    )
+    batch_window_ms: int = field(
+        default=0,
+        metadata=_about("how long an idle batch waits for company before it starts", low=0),
+    )
+    block_size: int = field(
+        default=16, metadata=_about("tokens in a block of working K/V", low=1, high=4096)
+    )
+    num_blocks: int | None = field(
+        default=None,
+        metadata=_about(
+            "blocks of K/V for running requests; None: as many bytes as max_cache_bytes", low=1
+        ),
+    )
     strict: bool = field(
         default=True,
         metadata=_about("raise UnsupportedModel when certification fails; False: go without reuse"),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NewType, Protocol, TypeAlias
+
+from kvboost.errors import ConfigError
 
 PrefixKey = NewType("PrefixKey", bytes)
 """Names a chunk together with everything before it."""
@@ -241,3 +244,22 @@ class Sampling:
     ignore_eos: bool = False
     top_logprobs: int | None = None  # how many to report for each token; None: no logprobs
     grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        limits = {
+            "max_new_tokens": (1, math.inf),
+            "temperature": (0, math.inf),
+            "top_k": (0, math.inf),
+            "top_p": (0, 1),
+            "min_p": (0, 1),
+            "top_logprobs": (0, math.inf),
+        }
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                top = "" if high == math.inf else f" to {high}"
+                raise ConfigError(f"{name}={value!r}: expected {low}{top or ' or more'}")
+        if not self.repetition_penalty > 0:
+            raise ConfigError(f"repetition_penalty={self.repetition_penalty!r}: expected above 0")
+        if "" in self.stop:
+            raise ConfigError("stop has an empty text")

@@ -8,13 +8,13 @@ from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
 
 from kvboost.build import Parts
-from kvboost.core import MatchKind
-from kvboost.engine.audit import Audit, carry_out, prepare
+from kvboost.engine.audit import carry_out, prepare_audit
 from kvboost.engine.prefill import Prefilled, Terms, keep, prefill
-from kvboost.engine.report import report
+from kvboost.engine.report import count, report
 from kvboost.engine.request import Request
 from kvboost.engine.results import GenerationResult
 from kvboost.models.hf import HFModel, StepWatch, stopping_criteria
+from kvboost.models.slots import SlotCache
 from kvboost.models.streaming import TextCallback
 
 if TYPE_CHECKING:
@@ -58,12 +58,12 @@ def answer(
         ttft_ms=1e3 * (first_token_at - request.started_at),
         total_ms=1e3 * (finished_at - request.started_at),
         prompt_tokens=num_prompt,
-        cached_tokens=prefilled.plan.num_reused - len(prefilled.repaired) if prefilled else 0,
+        cached_tokens=prefilled.num_cached if prefilled else 0,
         reuse=report(prefilled, num_prompt, parts, note or guard_note, first_token_at),
         output_texts=texts,
         output=output,
     )
-    _count(prefilled, num_prompt, parts, looked_up=not note)
+    count(prefilled, num_prompt, parts, looked_up=not note)
 
     def later() -> Idle | None:
         if prefilled is None:
@@ -74,7 +74,7 @@ def answer(
         audit = None
         if not note:
             _store(request, parts, prefilled, sequences[0])
-            audit = _prepare_audit(request, parts, prefilled, terms, result)
+            audit = prepare_audit(request, parts, prefilled, terms, result.token_ids)
         model.recycle(prefilled.slots)
         return None if audit is None else carry_out(audit, parts)
 
@@ -101,22 +101,6 @@ def _is_assisted(request: Request) -> bool:
     )
 
 
-def _prepare_audit(
-    request: Request, parts: Parts, prefilled: Prefilled, terms: Terms, result: GenerationResult
-) -> Audit | None:
-    has_moved = prefilled.slots.exact_stop < len(request.tokens)
-    if not has_moved or prefilled.slots.batch_size > 1 or not result.token_ids:
-        return None
-    if not parts.guard.wants_audit(request.tenant):
-        return None
-    cached = result.cached_tokens
-    try:
-        return prepare(prefilled.slots, request.tokens, result.token_ids, parts, terms, cached)
-    except Exception:
-        parts.guard.abandon(request.tenant)
-        raise
-
-
 def _most_new_tokens(request: Request, model: HFModel) -> int:
     limit = model.setting("max_new_tokens", request.arguments)
     if limit is not None:
@@ -139,14 +123,16 @@ def why_not(request: Request, model: HFModel, num_tokens: int) -> str:
     return ""
 
 
-def _store(request: Request, parts: Parts, prefilled: Prefilled, sequence: list[int]) -> None:
+def _store(
+    request: Request, parts: Parts, prefilled: Prefilled[SlotCache], sequence: list[int]
+) -> None:
     tokens = _storable(request, parts, prefilled, sequence)
     if tokens:
         keep(prefilled, tokens, parts, tenant=request.tenant)
 
 
 def _storable(
-    request: Request, parts: Parts, prefilled: Prefilled, sequence: list[int]
+    request: Request, parts: Parts, prefilled: Prefilled[SlotCache], sequence: list[int]
 ) -> list[int]:
     """The tokens whose rows are what any other request would compute for them."""
     slots = prefilled.slots
@@ -158,19 +144,3 @@ def _storable(
     if slots.batch_size > 1:
         return request.tokens  # what was generated differs from beam to beam
     return sequence[: slots.length]
-
-
-def _count(prefilled: Prefilled | None, num_prompt: int, parts: Parts, *, looked_up: bool) -> None:
-    add = parts.metrics.add
-    add("requests")
-    add("prompt_tokens", num_prompt)
-    if prefilled is None or not looked_up:
-        return
-    plan = prefilled.plan
-    for kind in (MatchKind.EXACT, MatchKind.MOVED):
-        matches = [match for match in plan.matches if match.kind is kind]
-        add(f"{kind.value}_hits", len(matches))
-        add(f"{kind.value}_tokens", sum(len(match.span) for match in matches))
-    add("repaired_tokens", len(prefilled.repaired))
-    # The last token is computed in any case.
-    add("misses", -(-(num_prompt - 1 - plan.num_reused) // parts.options.chunk_size))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from kvboost.build import Parts
-from kvboost.engine.prefill import Terms
+from kvboost.engine.prefill import Prefilled, Terms
+from kvboost.engine.request import Request
 from kvboost.engine.verify import compare
+from kvboost.models.rows import Rows
 from kvboost.models.slots import SlotCache
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,23 @@ class Audit:
     logits: torch.Tensor  # from which the answer was chosen, with reuse
     num_reused: int
     terms: Terms
+
+
+def prepare_audit(
+    request: Request, parts: Parts, prefilled: Prefilled[Any], terms: Terms, answer: list[int]
+) -> Audit | None:
+    """What an audit of this answer needs, if it is one that the quality budget wants audited."""
+    slots = prefilled.slots
+    if slots.exact_stop >= len(request.tokens) or not answer:
+        return None
+    whole = slots.joined() if isinstance(slots, Rows) else slots
+    if whole.batch_size > 1 or not parts.guard.wants_audit(request.tenant):
+        return None
+    try:
+        return prepare(whole, request.tokens, answer, parts, terms, prefilled.num_cached)
+    except Exception:
+        parts.guard.abandon(request.tenant)
+        raise
 
 
 def prepare(

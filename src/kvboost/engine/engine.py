@@ -13,13 +13,22 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from kvboost.build import build
-from kvboost.config import check_reuse, make_options, option_names
-from kvboost.core import ReuseMode
+from kvboost.config import check_reuse, make_options
+from kvboost.core import ReuseMode, Sampling
 from kvboost.engine.answer import answer
+from kvboost.engine.batch.arguments import sampling_of
+from kvboost.engine.batch.front import BatchFront, result_of
+from kvboost.engine.batch.sequence import Listener
+from kvboost.engine.batch.ticket import Ticket
 from kvboost.engine.explain import explain
 from kvboost.engine.prefill import Terms, bring, warm_up
 from kvboost.engine.prefill import pin as pin_chunks
-from kvboost.engine.request import Request
+from kvboost.engine.request import (
+    DEFAULT_NEW_TOKENS,
+    Request,
+    check_arguments,
+    chosen_reuse,
+)
 from kvboost.engine.results import (
     CorrectnessReport,
     GenerationMode,
@@ -40,19 +49,9 @@ if TYPE_CHECKING:
 
     from kvboost.engine.texts import Messages, Prompt
 
-DEFAULT_NEW_TOKENS = 64
 NUM_LOADERS = 4  # requests for which tiers below memory are asked at once
 FLUSH_S = 60.0  # what `flush` waits for these tiers
 MANY_TEXTS = 8  # from here on `warm` shows its progress
-REFUSED = {
-    "attention_mask": "a prompt has no padding here",
-    "cache_implementation": "KVBoost brings its own cache",
-    "input_ids": "the prompt is the first argument",
-    "inputs": "the prompt is the first argument",
-    "inputs_embeds": "K/V is found by token ids",
-    "past_key_values": "KVBoost brings its own cache",
-    "token_healing": "it changes the prompt after its K/V was found",
-}
 
 
 class KVBoost:
@@ -92,6 +91,7 @@ class KVBoost:
             raise
         self._worker.at_end(self._parts.store.tiers.close)
         self._loader = ThreadPoolExecutor(NUM_LOADERS, "kvboost-load")
+        self._front = BatchFront(self._parts, tokenizer, self._worker)
 
     @classmethod
     def from_pretrained(cls, model: str, *, device: str | None = None, **arguments: Any) -> KVBoost:
@@ -124,7 +124,15 @@ class KVBoost:
         any argument of Transformers' `generate()` works. `tenant` separates stores: one tenant's
         prompts never hit another's. `mode` is `reuse` by the names of the original package.
         """
-        request = self._request(prompt, documents, max_new_tokens, mode, reuse, tenant, arguments)
+        request = self._request(
+            prompt,
+            max_new_tokens=max_new_tokens,
+            documents=documents,
+            mode=mode,
+            reuse=reuse,
+            tenant=tenant,
+            **arguments,
+        )
         return self._run(request)
 
     def generate_batch(
@@ -135,18 +143,71 @@ class KVBoost:
         per_prompt: Sequence[Mapping[str, Any]] | None = None,
         **arguments: Any,
     ) -> list[GenerationResult]:
-        """Answer several prompts; what they share is computed once.
+        """Answer several prompts together; what they share is computed once and held once.
 
-        `per_prompt` holds arguments of single prompts, which win over the common ones.
+        `per_prompt` holds arguments of single prompts, which win over the common ones. Prompts
+        with arguments that only Transformers' `generate()` knows are answered one by one.
         """
         own = per_prompt or [{}] * len(prompts)
         if len(own) != len(prompts):
             raise ConfigError(f"per_prompt has {len(own)} entries for {len(prompts)} prompts")
         common = {"max_new_tokens": max_new_tokens, **arguments}
-        return [
-            self.generate(prompt, **{**common, **special})
-            for prompt, special in zip(prompts, own, strict=True)
+        requests = [
+            self._request(prompt, **{**common, **each})
+            for prompt, each in zip(prompts, own, strict=True)
         ]
+        tickets: list[Ticket | None] = []
+        try:
+            for request in requests:
+                sampling = sampling_of(request.arguments, self._parts.model)
+                ticket = None
+                if sampling is not None and not self._parts.model.refusal:
+                    ticket = self._front.enqueue(self._loading(request), sampling, waits=True)
+                tickets.append(ticket)
+            return [
+                self._run(request) if ticket is None else result_of(ticket.result())
+                for request, ticket in zip(requests, tickets, strict=True)
+            ]
+        except BaseException:
+            for ticket in tickets:
+                if ticket is not None:
+                    ticket.cancel()
+            raise
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        documents: Sequence[str] = (),
+        reuse: ReuseMode | None = None,
+        tenant: str = "",
+        deadline_s: float | None = None,
+        listener: Listener | None = None,
+    ) -> Ticket:
+        """Let a prompt join the batch of all that are being answered; returns at once.
+
+        `listener` gets each new piece of the answer on the engine's thread, and must be quick.
+
+        Raises:
+            QueueFull: too many wait already.
+            ConfigError: the prompt and its answer do not fit.
+        """
+        request = self._request(prompt, documents=documents, reuse=reuse, tenant=tenant)
+        return self._front.enqueue(
+            self._loading(request),
+            sampling or self.default_sampling(),
+            listener=listener,
+            deadline_s=deadline_s,
+        )
+
+    def default_sampling(self) -> Sampling:
+        """What the model's own generation config asks for; greedy if it says nothing."""
+        return sampling_of({"max_new_tokens": DEFAULT_NEW_TOKENS}, self._parts.model) or Sampling()
+
+    def batch_stats(self) -> dict[str, Any]:
+        """Who runs and waits, and the K/V that they work on."""
+        return self._front.stats()
 
     def stream(
         self,
@@ -160,7 +221,15 @@ class KVBoost:
         **arguments: Any,
     ) -> TextStream:
         """Like `generate`, but yields the text as it comes."""
-        request = self._request(prompt, documents, max_new_tokens, mode, reuse, tenant, arguments)
+        request = self._request(
+            prompt,
+            max_new_tokens=max_new_tokens,
+            documents=documents,
+            mode=mode,
+            reuse=reuse,
+            tenant=tenant,
+            **arguments,
+        )
         return TextStream(partial(self._start, request))
 
     def astream(
@@ -175,7 +244,15 @@ class KVBoost:
         **arguments: Any,
     ) -> AsyncIterator[str]:
         """`stream` for asyncio: the event loop stays free while the model computes."""
-        request = self._request(prompt, documents, max_new_tokens, mode, reuse, tenant, arguments)
+        request = self._request(
+            prompt,
+            max_new_tokens=max_new_tokens,
+            documents=documents,
+            mode=mode,
+            reuse=reuse,
+            tenant=tenant,
+            **arguments,
+        )
         return text_of(partial(self._start, request))
 
     def chat(
@@ -199,7 +276,14 @@ class KVBoost:
         tokens = chat_tokens(
             messages, self.tokenizer, documents, tools=tools, add_generation_prompt=True
         )
-        request = self._request(tokens, (), max_new_tokens, mode, reuse, tenant, arguments)
+        request = self._request(
+            tokens,
+            max_new_tokens=max_new_tokens,
+            mode=mode,
+            reuse=reuse,
+            tenant=tenant,
+            **arguments,
+        )
         return self._run(replace(request, started_at=started_at))
 
     def warm(
@@ -261,7 +345,7 @@ class KVBoost:
 
         `across_tenants` also tells what is stored for other tenants: for operators only.
         """
-        request = self._request(prompt, documents, None, None, reuse, tenant, {})
+        request = self._request(prompt, documents=documents, reuse=reuse, tenant=tenant)
         work = partial(explain, request, self._parts, across_tenants=across_tenants)
         return self._worker.call(work)
 
@@ -338,35 +422,20 @@ class KVBoost:
     def _request(
         self,
         prompt: Prompt,
-        documents: Sequence[str],
-        max_new_tokens: int | None,
-        mode: GenerationMode | None,
-        reuse: ReuseMode | None,
-        tenant: str,
-        arguments: dict[str, Any],
+        *,
+        max_new_tokens: int | None = None,
+        documents: Sequence[str] = (),
+        mode: GenerationMode | None = None,
+        reuse: ReuseMode | None = None,
+        tenant: str = "",
+        **arguments: Any,
     ) -> Request:
-        started_at = time.perf_counter()
-        for name, reason in REFUSED.items():
-            if name in arguments:
-                raise ConfigError(f"{name!r} cannot be given: {reason}")
-        for name in option_names():
-            if name in arguments:
-                raise ConfigError(f"{name!r} is set when the engine is made, not per request")
-        if mode is not None and reuse is not None:
-            raise ConfigError(f"mode={mode} and reuse={reuse!r} say the same: give one")
-        chosen = mode.reuse if mode is not None else reuse
-        if max_new_tokens is not None:
-            arguments["max_new_tokens"] = max_new_tokens
-        if "generation_config" not in arguments:
-            arguments.setdefault("do_sample", False)
-            if "max_length" not in arguments:
-                arguments.setdefault("max_new_tokens", DEFAULT_NEW_TOKENS)
         return Request(
+            started_at=time.perf_counter(),
+            arguments=check_arguments(arguments, max_new_tokens),
             tokens=tokens_of(prompt, self.tokenizer, documents),
-            reuse=check_reuse(chosen or self._options.reuse),
+            reuse=chosen_reuse(mode, reuse, self._options.reuse),
             tenant=tenant,
-            arguments=arguments,
-            started_at=started_at,
         )
 
     def _start(
@@ -376,14 +445,19 @@ class KVBoost:
         reply.add_done_callback(lambda done: put(done.exception() or done.result()))
 
     def _submit(self, request: Request) -> Future[GenerationResult]:
-        if self._parts.store.tiers.is_deep and request.reuse != "off":
-            terms = Terms(request.reuse, request.tenant)
-            try:
-                loading = self._loader.submit(bring, request.tokens, self._parts, terms)
-            except RuntimeError:
-                raise KVBoostError("the engine is closed") from None
-            request = replace(request, loading=loading)
+        request = self._loading(request)
         return self._worker.submit(partial(answer, request, self._parts, self.tokenizer))
+
+    def _loading(self, request: Request) -> Request:
+        """The same request; what tiers below memory have of it is on its way."""
+        if not self._parts.store.tiers.is_deep or request.reuse == "off":
+            return request
+        terms = Terms(request.reuse, request.tenant)
+        try:
+            loading = self._loader.submit(bring, request.tokens, self._parts, terms)
+        except RuntimeError:
+            raise KVBoostError("the engine is closed") from None
+        return replace(request, loading=loading)
 
     def _run(self, request: Request) -> GenerationResult:
         reply = self._submit(request)

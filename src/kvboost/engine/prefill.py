@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
 from kvboost.build import Parts
-from kvboost.core import Chunk, ChunkKeys, MatchKind, Namespace, ReuseMode, ReusePlan, Span
+from kvboost.core import Chunk, ChunkKeys, Match, MatchKind, Namespace, ReuseMode, ReusePlan, Span
 from kvboost.models.probe import Probe, context_sensitivity
+from kvboost.models.rows import Rows
 from kvboost.models.slots import SlotCache
 from kvboost.policy.cost import MOVED_GAIN, Work
 from kvboost.reuse.chunks import split
@@ -24,6 +25,9 @@ from kvboost.reuse.store import commit, commit_approximate
 
 if TYPE_CHECKING:
     import torch
+
+S = TypeVar("S", bound=SlotCache | Rows)
+"""Where the K/V of a request lies: in a buffer of its own, or partly in one that others read."""
 
 LEAST_PATIENCE_S = 0.1  # with a tier below memory: threads of a busy machine may be that late
 FIRST_NEW_ROWS = 1024  # room for the answer to start with; buffers grow when it is longer
@@ -39,51 +43,109 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Prefilled:
-    """A prompt whose K/V is in `slots`, but for the positions `pending`."""
+class Decision:
+    """What of a prompt will be reused."""
 
-    slots: SlotCache
+    plan: ReusePlan
+    dropped: tuple[Span, ...]  # found, but computing it is expected to be faster
+    is_alone: bool  # rotates its keys unlike shorter sequences
+    started_at: float
+    lookup_ms: float
+    num_shared: int = 0  # tokens at the start whose rows are there already
+
+    def on_shared(self, chunks: Sequence[Chunk], keys: Sequence[ChunkKeys], num: int) -> Decision:
+        """The same with the first `num` tokens taken from rows that another request has."""
+        shared = [
+            Match(Span(c.span.start, min(c.span.stop, num)), k.prefix, len(c.span), MatchKind.EXACT)
+            for c, k in zip(chunks, keys, strict=True)
+            if c.span.start < num
+        ]
+        rest = [_from(match, num) for match in self.plan.matches if match.span.stop > num]
+        plan = ReusePlan(self.plan.num_tokens, (*shared, *rest))
+        return replace(self, plan=plan, num_shared=num)
+
+
+@dataclass(frozen=True)
+class Prefilled(Generic[S]):
+    """A prompt whose K/V is in its rows, but for the positions `pending`."""
+
+    slots: S
     plan: ReusePlan
     pending: Sequence[int]
     repaired: Sequence[int]
-    dropped: tuple[Span, ...]  # found, but computing it is expected to be faster
+    corrected: Sequence[Span]  # moved text whose other rows the pending ones correct
+    dropped: tuple[Span, ...]
     work: Work
     started_at: float
     lookup_ms: float
     load_ms: float
 
+    @property
+    def num_cached(self) -> int:
+        """Tokens that are not computed."""
+        return self.plan.num_reused - len(self.repaired)
 
-def prefill(tokens: Sequence[int], parts: Parts, terms: Terms, *, capacity: int) -> Prefilled:
+
+def prefill(
+    tokens: Sequence[int], parts: Parts, terms: Terms, *, capacity: int
+) -> Prefilled[SlotCache]:
     """Fill the K/V of `tokens`, computing only what the store cannot supply.
 
     `capacity` is what the sequence may grow to.
     """
+    decision = decide(tokens, parts, terms, capacity=capacity)
+    slots = parts.model.slots(len(tokens) + min(capacity - len(tokens), FIRST_NEW_ROWS))
+    prefilled = fill(decision, tokens, parts, terms, slots)
+    slots.correct(prefilled.corrected, prefilled.pending)
+    return prefilled
+
+
+def decide(tokens: Sequence[int], parts: Parts, terms: Terms, *, capacity: int) -> Decision:
+    """Choose what to reuse of what the store holds."""
     started = time.perf_counter()
-    model, is_alone = parts.model, parts.model.is_alone(capacity)
+    is_alone = parts.model.is_alone(capacity)
     found = ReusePlan(len(tokens)) if is_alone else look_up(tokens, parts, terms)
     wanted = worthwhile(found, parts, terms)
-    looked_up = time.perf_counter()
-    slots = model.slots(len(tokens) + min(capacity - len(tokens), FIRST_NEW_ROWS))
-    placed = assemble(wanted, slots, model, parts.store)
+    lookup_ms = 1e3 * (time.perf_counter() - started)
+    return Decision(wanted, dropped(found, wanted), is_alone, started, lookup_ms)
+
+
+def fill(
+    decision: Decision,
+    tokens: Sequence[int],
+    parts: Parts,
+    terms: Terms,
+    rows: S,
+) -> Prefilled[S]:
+    """Place what is reused, choose what of it to repair, and compute all but the last piece.
+
+    Rows that are shared hold no moved text, and are not mixed with pieces of fixed shape.
+    """
+    started = time.perf_counter()
+    model, reused = parts.model, decision.plan
+    slots = rows.own if isinstance(rows, Rows) else rows
+    loaded = tuple(m for m in reused.matches if m.span.stop > decision.num_shared)
+    placed = assemble(ReusePlan(len(tokens), loaded), rows, model, parts.store)
     parts.store.forget(placed.lost)
-    loaded = time.perf_counter()
-    plan = placed.plan
+    load_ms = 1e3 * (time.perf_counter() - started)
+    shared = (m for m in reused.matches if m.span.stop <= decision.num_shared)
+    plan = ReusePlan(len(tokens), (*shared, *placed.plan.matches))
     repair = parts.repairs[terms.ratio]
     repaired = repair.select(plan, Probe(model, slots, tokens, plan, placed.sensitivities))
-    pieces = None if is_alone else parts.piece_tokens
+    pieces = None if decision.is_alone else parts.piece_tokens
     pending = forward(model, slots, tokens, plan.live, repaired, pieces)
-    slots.correct(repair.corrected(plan), pending)
     num_rows = len(tokens) - plan.num_reused + len(repaired)
     return Prefilled(
-        slots=slots,
+        slots=rows,
         plan=plan,
         pending=pending,
         repaired=repaired,
-        dropped=dropped(found, wanted),
+        corrected=repair.corrected(plan),
+        dropped=decision.dropped,
         work=Work.of(len(tokens), num_rows, plan.num_reused),
-        started_at=started,
-        lookup_ms=1e3 * (looked_up - started),
-        load_ms=1e3 * (loaded - looked_up),
+        started_at=decision.started_at,
+        lookup_ms=decision.lookup_ms,
+        load_ms=load_ms,
     )
 
 
@@ -146,14 +208,14 @@ def work_of(plan: ReusePlan, parts: Parts, terms: Terms) -> Work:
     return Work.of(plan.num_tokens, num_rows, plan.num_reused)
 
 
-def complete(prefilled: Prefilled, tokens: Sequence[int], parts: Parts) -> torch.Tensor:
+def complete(prefilled: Prefilled[SlotCache], tokens: Sequence[int], parts: Parts) -> torch.Tensor:
     """Compute what is pending; the logits after the last token [1, vocabulary]."""
     rest = [tokens[position] for position in prefilled.pending]
     return parts.model.forward(prefilled.slots, rest, prefilled.pending)
 
 
 def keep(
-    prefilled: Prefilled,
+    prefilled: Prefilled[S],
     tokens: Sequence[int],
     parts: Parts,
     *,
@@ -223,6 +285,13 @@ def _split(tokens: Sequence[int], parts: Parts, first: int = 0) -> list[Chunk]:
     chunks = split(tokens, options.chunk_size, options.chunk_boundary_window, parts.boundaries)
     moved = [Span(c.span.start + first, c.span.stop + first) for c in chunks]
     return [Chunk(span, chunk.tokens) for span, chunk in zip(moved, chunks, strict=True)]
+
+
+def _from(match: Match, start: int) -> Match:
+    """A match without what lies before `start`."""
+    skipped = max(0, start - match.span.start)
+    span = Span(match.span.start + skipped, match.span.stop)
+    return replace(match, span=span, offset=match.offset + skipped)
 
 
 def _space(parts: Parts, tenant: str) -> Namespace:

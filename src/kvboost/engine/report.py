@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvboost.build import Parts
 from kvboost.core import MatchKind, ReusePlan, Run, Span
 from kvboost.engine.prefill import Prefilled
@@ -10,7 +12,11 @@ from kvboost.policy.cost import Work
 
 
 def report(
-    prefilled: Prefilled | None, num_tokens: int, parts: Parts, note: str, first_token_at: float
+    prefilled: Prefilled[Any] | None,
+    num_tokens: int,
+    parts: Parts,
+    note: str,
+    first_token_at: float,
 ) -> ReuseReport:
     """The report of a request that ran."""
     if prefilled is None:
@@ -50,3 +56,22 @@ def _reason(run: Run) -> str:
         return "same place, other text before it"
     way = "later" if run.delta > 0 else "earlier"
     return f"{abs(run.delta)} tokens {way} than when it was computed"
+
+
+def count(
+    prefilled: Prefilled[Any] | None, num_prompt: int, parts: Parts, *, looked_up: bool
+) -> None:
+    """Raise the counters by a request that ran."""
+    add = parts.metrics.add
+    add("requests")
+    add("prompt_tokens", num_prompt)
+    if prefilled is None or not looked_up:
+        return
+    plan = prefilled.plan
+    for kind in (MatchKind.EXACT, MatchKind.MOVED):
+        matches = [match for match in plan.matches if match.kind is kind]
+        add(f"{kind.value}_hits", len(matches))
+        add(f"{kind.value}_tokens", sum(len(match.span) for match in matches))
+    add("repaired_tokens", len(prefilled.repaired))
+    # The last token is computed in any case.
+    add("misses", -(-(num_prompt - 1 - plan.num_reused) // parts.options.chunk_size))

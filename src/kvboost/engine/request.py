@@ -9,7 +9,21 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvboost.config import check_reuse, option_names
 from kvboost.core import ReuseMode
+from kvboost.engine.results import GenerationMode
+from kvboost.errors import ConfigError
+
+DEFAULT_NEW_TOKENS = 64
+REFUSED = {
+    "attention_mask": "a prompt has no padding here",
+    "cache_implementation": "KVBoost brings its own cache",
+    "input_ids": "the prompt is the first argument",
+    "inputs": "the prompt is the first argument",
+    "inputs_embeds": "K/V is found by token ids",
+    "past_key_values": "KVBoost brings its own cache",
+    "token_healing": "it changes the prompt after its K/V was found",
+}
 
 
 @dataclass(frozen=True)
@@ -28,3 +42,33 @@ class Request:
     def streamed(self, emit: Callable[[str], None], cancelled: threading.Event) -> Request:
         """The same request with a listener and a way to stop it."""
         return replace(self, emit=emit, cancelled=cancelled)
+
+
+def check_arguments(arguments: dict[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
+    """Arguments for Transformers' generate(), with our defaults.
+
+    Raises:
+        ConfigError: one that a request cannot have.
+    """
+    for name, reason in REFUSED.items():
+        if name in arguments:
+            raise ConfigError(f"{name!r} cannot be given: {reason}")
+    for name in option_names():
+        if name in arguments:
+            raise ConfigError(f"{name!r} is set when the engine is made, not per request")
+    if max_new_tokens is not None:
+        arguments["max_new_tokens"] = max_new_tokens
+    if "generation_config" not in arguments:
+        arguments.setdefault("do_sample", False)
+        if "max_length" not in arguments:
+            arguments.setdefault("max_new_tokens", DEFAULT_NEW_TOKENS)
+    return arguments
+
+
+def chosen_reuse(
+    mode: GenerationMode | None, reuse: ReuseMode | None, default: ReuseMode
+) -> ReuseMode:
+    """What a request may reuse, by either of the two names for it."""
+    if mode is not None and reuse is not None:
+        raise ConfigError(f"mode={mode} and reuse={reuse!r} say the same: give one")
+    return check_reuse((mode.reuse if mode is not None else reuse) or default)

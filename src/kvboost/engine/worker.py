@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,8 +24,10 @@ Idle = Iterator[None]
 """Work for quiet times, in steps: a request waits for one step at most."""
 Later = Callable[[], Idle | None]
 """Work after a result was delivered."""
+Step = Callable[[], float | None]
+"""A step of steady work; in how many seconds the next one is due, None: not before a new job."""
 
-Jobs: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
+Jobs: TypeAlias = "queue.SimpleQueue[Callable[[], object] | None]"
 
 QUIET_S = 0.5  # without a request, before idle work starts
 
@@ -37,11 +40,15 @@ class Worker:
     def __init__(self, quiet_s: float = QUIET_S) -> None:
         self._jobs: Jobs = queue.SimpleQueue()
         self._idle: deque[Idle] = deque()
+        self._steady: list[Step] = []
         self._lock = threading.Lock()
         self._is_closed = False
         # The thread knows the queues and not the worker, so that a dropped engine can end.
         self._thread = threading.Thread(
-            target=_loop, args=(self._jobs, self._idle, quiet_s), name="kvboost", daemon=True
+            target=_loop,
+            args=(self._jobs, self._idle, self._steady, quiet_s),
+            name="kvboost",
+            daemon=True,
         )
         self._thread.start()
         self._endings: list[Callable[[], None]] = []
@@ -59,6 +66,22 @@ class Worker:
         self._queue(partial(_deliver, reply, work, self._idle))
         return reply
 
+    def post(self, work: Callable[[], object]) -> None:
+        """Do `work` on the thread, before the next step of steady work; it must not raise."""
+        self._queue(work)
+
+    def run_steadily(self, step: Step) -> None:
+        """Call `step` between jobs for as long as it has something to do.
+
+        It must not refer to the worker.
+        """
+        self._steady.append(step)
+
+    @property
+    def add_idle(self) -> Callable[[Idle], None]:
+        """For steady work: takes work for quiet times."""
+        return self._idle.append
+
     def at_end(self, ending: Callable[[], None]) -> None:
         """Call something when the thread has ended; it must not refer to the worker."""
         self._endings.append(ending)
@@ -73,7 +96,7 @@ class Worker:
             self._is_closed = True
         self._end()
 
-    def _queue(self, job: Callable[[], None]) -> None:
+    def _queue(self, job: Callable[[], object]) -> None:
         if threading.current_thread() is self._thread:
             raise KVBoostError("called from inside a request, which would wait for itself")
         with self._lock:
@@ -82,20 +105,31 @@ class Worker:
             self._jobs.put(job)
 
 
-def _loop(jobs: Jobs, idle: deque[Idle], quiet_s: float) -> None:
-    patience = quiet_s
+def _loop(jobs: Jobs, idle: deque[Idle], steady: list[Step], quiet_s: float) -> None:
+    patience, due_s = quiet_s, None
     while True:
         try:
-            job = jobs.get(timeout=patience if idle else None)
+            job = jobs.get(timeout=due_s if due_s is not None else patience if idle else None)
         except queue.Empty:
-            _step(idle)
-            patience = 0.0
+            if due_s is not None:
+                due_s, patience = _step_all(steady), quiet_s
+            else:
+                _step(idle)
+                patience = 0.0
             continue
         patience = quiet_s
         if job is None:
-            return
+            break
         job()
         del job  # or it would keep the last request alive until the next one
+        due_s = 0.0 if steady else None  # more jobs first: they may join the same step
+    while due_s is not None:
+        time.sleep(due_s)
+        due_s = _step_all(steady)
+
+
+def _step_all(steady: list[Step]) -> float | None:
+    return min((due_s for step in steady if (due_s := step()) is not None), default=None)
 
 
 def _finish(jobs: Jobs, thread: threading.Thread, endings: list[Callable[[], None]]) -> None:

@@ -19,6 +19,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from kvboost.models.cascade import attend_appended
+from kvboost.models.packed import MaskOne, PackedMask
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -58,10 +61,39 @@ def register() -> None:
     AttentionInterface.register(SDPA, _sdpa_attention)
     AttentionMaskInterface.register(SDPA, _sdpa_mask)
     AttentionInterface.register(EAGER, _eager_attention)
-    AttentionMaskInterface.register(EAGER, eager_mask)
+    AttentionMaskInterface.register(EAGER, _eager_mask)
 
 
-def _sdpa_mask(
+def _sdpa_mask(**kwargs: Any) -> torch.Tensor | PackedMask | None:
+    batch = getattr(kwargs.get("q_offset"), "kvboost_batch", None)
+    if batch is None:
+        return _mask_one(**kwargs)
+    on_cpu = torch.device(kwargs.get("device", "cpu")).type == "cpu"
+    is_plain = kwargs.get("local_size") is None and kwargs.get("allow_is_causal_skip", True)
+    return PackedMask(batch, _for_one(_mask_one, kwargs), joins=on_cpu and is_plain)
+
+
+def _eager_mask(**kwargs: Any) -> torch.Tensor | PackedMask | None:
+    batch = getattr(kwargs.get("q_offset"), "kvboost_batch", None)
+    if batch is None:
+        mask: torch.Tensor | None = eager_mask(**kwargs)
+        return mask
+    return PackedMask(batch, _for_one(eager_mask, kwargs), joins=False)
+
+
+def _for_one(make_mask: Callable[..., torch.Tensor | None], kwargs: dict[str, Any]) -> MaskOne:
+    """`make_mask` for one sequence of a packed row."""
+
+    def mask_one(
+        q_length: int, kv_length: int, q_offset: int | torch.Tensor
+    ) -> torch.Tensor | None:
+        sizes = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
+        return make_mask(**(kwargs | sizes))
+
+    return mask_one
+
+
+def _mask_one(
     *,
     q_length: int,
     kv_length: int,
@@ -109,9 +141,11 @@ def _sdpa_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | PackedMask | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if isinstance(attention_mask, PackedMask):
+        return _attend_packed(_sdpa_attention, module, query, attention_mask, kwargs), None
     _show(module, query, key)
     special = [name for name in ("position_bias", "is_causal") if kwargs.get(name) is not None]
     if query.device.type != "cpu" or special or not getattr(module, "is_causal", True):
@@ -174,23 +208,30 @@ def _in_blocks(
 def _appended(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Causal attention of the last tokens over all rows, without a mask.
-
-    Rows before the first query are seen by all queries; among themselves the queries are causal.
-    Two kernels do one part each, and the parts are joined by the weight of their softmax sums.
-    """
-    num_queries, num_past = query.shape[2], key.shape[2] - query.shape[2]
+    """Causal attention of the last tokens over all rows, without a mask where that is possible."""
     if key.shape[-1] != value.shape[-1]:  # no flash kernel: MLA
         rows = torch.arange(key.shape[2])
-        mask = _additive(rows <= torch.arange(num_past, key.shape[2])[:, None], query.dtype)
+        own = torch.arange(key.shape[2] - query.shape[2], key.shape[2])
+        mask = _additive(rows <= own[:, None], query.dtype)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
-    past = (slice(None), slice(None), slice(0, num_past))
-    own = (slice(None), slice(None), slice(num_past, num_past + num_queries))
-    past_output, past_sum = flash(query, key[past], value[past], 0.0, False, scale=scale)  # noqa: FBT003
-    own_output, own_sum = flash(query, key[own], value[own], 0.0, True, scale=scale)  # noqa: FBT003
-    own_weight = torch.sigmoid(own_sum - past_sum)[..., None]
-    return torch.lerp(past_output.float(), own_output.float(), own_weight).to(query.dtype)
+    output, _ = attend_appended(query, key, value, scale)
+    return output.to(query.dtype)
+
+
+def _attend_packed(
+    attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    mask: PackedMask,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    def attend_one(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        return attention(module, query, key, value, mask, **kwargs)[0]
+
+    layer: Any = module.layer_idx
+    return mask.attend(layer, query, kwargs.get("scaling"), attend_one).contiguous()
 
 
 def _eager_attention(
@@ -198,10 +239,12 @@ def _eager_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | PackedMask | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The modeling file's own eager function: it knows soft-caps and sinks."""
+    if isinstance(attention_mask, PackedMask):
+        return _attend_packed(_eager_attention, module, query, attention_mask, kwargs), None
     _show(module, query, key)
     eager = sys.modules[type(module).__module__].eager_attention_forward
     result: tuple[torch.Tensor, torch.Tensor | None] = eager(

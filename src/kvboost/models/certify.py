@@ -6,7 +6,6 @@ with the model's own forward, and the rotation of every cached tensor is fitted 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +15,8 @@ from transformers import DynamicCache
 
 from kvboost.core import KVGeometry, PlaneGroup, Rotation, Span
 from kvboost.errors import UnsupportedModel
+from kvboost.models.packed import Segment, keep_logits, run_packed
+from kvboost.models.rows import Rows
 from kvboost.models.slots import SlotCache
 from kvboost.rope import rotate
 
@@ -67,12 +68,6 @@ def measure_geometry(model: PreTrainedModel) -> KVGeometry:
     return KVGeometry(num_layers, tuple(groups), str(dtype).removeprefix("torch."), dtype.itemsize)
 
 
-def keep_logits(model: PreTrainedModel, count: int) -> dict[str, int]:
-    """The argument that computes logits of the last `count` tokens only, if the model has it."""
-    has_it = "logits_to_keep" in inspect.signature(model.forward).parameters
-    return {"logits_to_keep": count} if has_it else {}
-
-
 def native_logits(model: PreTrainedModel) -> torch.Tensor:
     """Logits of the probe tokens by the model's own full prefill [tokens, vocabulary]."""
     logits: torch.Tensor = model(
@@ -115,6 +110,35 @@ def check_sparse_prefill(
                 f"sparse prefill of {len(positions)} of {len(tokens)} tokens differs from the "
                 f"model's own prefill by {error:.2g} of the logits' size in {geometry.dtype}"
             )
+
+
+def packs(model: PreTrainedModel, geometry: KVGeometry, native: torch.Tensor) -> bool:
+    """Whether sequences in one row of a forward, sharing rows, are what they are alone.
+
+    Not so for models that change K/V between cache and attention.
+    """
+    tokens = probe_tokens(model).tolist()
+    first, second = (Rows(SlotCache(geometry, len(tokens), model.device)) for _ in range(2))
+    try:
+        for step in range(3):
+            if step == 2:
+                second = Rows(SlotCache(geometry, len(tokens), model.device), first.share(32))
+            starts = ((0, 0), (40, 40), (64, 32))[step]
+            stops = ((40, 40), (64, 63), (65, 96))[step]
+            segments = [
+                Segment(rows, tokens[start:stop], range(start, stop))
+                for rows, start, stop in zip((first, second), starts, stops, strict=True)
+            ]
+            logits = run_packed(model, geometry, segments)
+            for segment, stop in zip(segments, stops, strict=True):
+                wanted = native[stop - 1 : stop]
+                is_exact = geometry.dtype in ("float32", "float64")
+                error = _row_error(logits[segment][None], wanted, exact=is_exact)
+                if not error <= LOGITS_TOLERANCE[geometry.dtype]:
+                    return False
+    except (RuntimeError, ValueError, AttributeError, TypeError):  # shapes that do not fit
+        return False
+    return True
 
 
 def measure_rotations(model: PreTrainedModel, geometry: KVGeometry) -> Rotations:

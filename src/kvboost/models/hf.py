@@ -14,6 +14,7 @@ from kvboost.core import KVGeometry, Rotation
 from kvboost.errors import UnsupportedModel
 from kvboost.models import attention, certify
 from kvboost.models.fingerprint import fingerprint
+from kvboost.models.packed import Segment, keep_logits, run_packed
 from kvboost.models.slots import Behind, SlotCache
 
 if TYPE_CHECKING:
@@ -22,6 +23,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CAPACITY_STEP = 256  # arbitrary; keeps buffers of similar requests interchangeable
+
+# Of a generation config: what does not change which tokens are generated.
+HARMLESS_SETTINGS = {
+    "_from_model_config",
+    "bos_token_id",
+    "eos_token_id",
+    "max_length",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "transformers_version",
+    "use_cache",
+}
 
 
 class HFModel:
@@ -41,6 +55,7 @@ class HFModel:
         self._was_training = model.training
         self.model = model.eval()
         self.refusal = ""  # why nothing can be reused
+        self.packs = False  # whether several sequences can be computed in one forward
         self._geometry = KVGeometry(num_layers=0, groups=(), dtype="float32", itemsize=4)
         self._fingerprint = b""
         self._rotations = certify.Rotations()
@@ -125,9 +140,22 @@ class HFModel:
             position_ids=torch.tensor([list(positions)], device=device),
             past_key_values=slots,
             use_cache=True,
-            **certify.keep_logits(self.model, num_logits),
+            **keep_logits(self.model, num_logits),
         ).logits
         return logits[0, -num_logits:]
+
+    @torch.no_grad()
+    def forward_packed(self, segments: Sequence[Segment]) -> dict[Segment, torch.Tensor]:
+        """Run tokens of several sequences; the logits [vocabulary] of each one's last.
+
+        In one forward if the model `packs`; else one by one, and no rows may be shared.
+        """
+        if self.packs:
+            return run_packed(self.model, self._geometry, segments)
+        return {
+            segment: self.forward(segment.rows.own, segment.tokens, segment.positions)[0]
+            for segment in segments
+        }
 
     def generate(
         self,
@@ -170,6 +198,18 @@ class HFModel:
         values = [arguments.get(name), *(getattr(config, name, None) for config in configs)]
         return next((value for value in values if value is not None), None)
 
+    def special_settings(self) -> set[str]:
+        """Names of generation settings that this model has and that change what is generated."""
+        return set(self.model.generation_config.to_diff_dict()) - HARMLESS_SETTINGS
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        ends = self.setting("eos_token_id", {})
+        return frozenset(
+            ends if isinstance(ends, list | tuple) else () if ends is None else (ends,)
+        )
+
     def release(self) -> None:
         """Give the model back as it was."""
         if self._hook is not None:
@@ -196,6 +236,7 @@ class HFModel:
             raise UnsupportedModel("its attention cannot be replaced")
         self._hook = model.register_forward_pre_hook(_fit_tokens_to_rows, with_kwargs=True)
         certify.check_sparse_prefill(model, self._geometry, native)
+        self.packs = certify.packs(model, self._geometry, native)
         self._fingerprint = fingerprint(model, self._geometry)
         if self._rotations.refusal:
             log.info("%s: exact reuse only: %s", self.name, self._rotations.refusal)

@@ -114,6 +114,11 @@ class SlotCache(Cache):
         self._hand_out_views()
 
     @property
+    def device(self) -> torch.device:
+        """Where the buffers are."""
+        return self._buffers[0].device
+
+    @property
     def batch_size(self) -> int:
         """Sequences in the buffers."""
         return self._buffers[0].shape[1]
@@ -123,6 +128,34 @@ class SlotCache(Cache):
         self.length, self.scattered, self.behind, self.patches = 0, None, None, []
         self.exact_stop = sys.maxsize
         return self
+
+    def head(self, num_rows: int) -> SlotCache:
+        """The first rows, as a cache over the same memory."""
+        return self._part(slice(0, num_rows), num_rows)
+
+    def tail(self, num_before: int) -> SlotCache:
+        """All rows from `num_before` on, as a cache over the same memory that counts from there."""
+        rest = self._part(slice(num_before, None), self.length - num_before)
+        rest.exact_stop = self.exact_stop - num_before
+        return rest
+
+    def like(self, capacity: int) -> SlotCache:
+        """An empty one of the same kind."""
+        return SlotCache(self._geometry, capacity, self.device)
+
+    def buffers(self) -> dict[int, tuple[int, int]]:
+        """Bytes and rows of the memory below it, by its place; parts of a cache lie in one."""
+        sizes = [buffer.untyped_storage().nbytes() for buffer in self._buffers]
+        per_token = self._geometry.bytes_per_token * self.batch_size
+        place = self._buffers[0].untyped_storage().data_ptr()
+        return {place: (sum(sizes), sum(sizes) // per_token)}
+
+    def _part(self, rows: slice, length: int) -> SlotCache:
+        part = self.like(0)
+        part._buffers = [buffer[:, :, :, rows] for buffer in self._buffers]  # noqa: SLF001
+        part.capacity, part.length = part._buffers[0].shape[3], length  # noqa: SLF001
+        part._hand_out_views()  # noqa: SLF001
+        return part
 
     def write(self, span: Span, kv: KV) -> None:
         """Copy the first `len(span)` tokens of `kv` to the rows of `span`."""

@@ -1,0 +1,322 @@
+"""The batch: every step computes one token of each answer, and a piece of the prompts that joined.
+
+A step is one forward for all requests in it. Requests join when there is room and leave when they
+are done, cancelled or late; prompts are cut into pieces so that running answers do not wait long.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING, Any
+
+from kvboost.build import Parts
+from kvboost.engine.answer import terms_of, why_not
+from kvboost.engine.audit import carry_out, prepare_audit
+from kvboost.engine.batch.live import LivePrompts
+from kvboost.engine.batch.pace import Pace
+from kvboost.engine.batch.queue import FairQueue
+from kvboost.engine.batch.sequence import Sequence
+from kvboost.engine.prefill import Terms, decide, fill, keep, look_up, named_chunks
+from kvboost.engine.report import count, report
+from kvboost.engine.results import Completion, Phases
+from kvboost.errors import DeadlineExceeded
+from kvboost.models.rows import Rows
+from kvboost.models.sampling import choose
+
+if TYPE_CHECKING:
+    from kvboost.engine.worker import Idle
+    from kvboost.models.packed import Segment
+
+log = logging.getLogger(__name__)
+
+SHARED_STEP = 32  # rows are shared in multiples of this, so that many requests share as many
+POLL_S = 0.002  # how often to look whether a request that waits can start
+FIRST_NEW_ROWS = 128  # room for an answer to start with; buffers grow when it is longer
+
+
+class Batch:
+    """Requests that wait and requests that run. All methods but `stats` on the engine's thread."""
+
+    def __init__(self, parts: Parts, add_idle: Callable[[Idle], None]) -> None:
+        self._parts, self._add_idle = parts, add_idle
+        self._waiting = FairQueue()
+        self._running: list[Sequence] = []
+        self._live = LivePrompts()
+        self._pace = Pace()
+        self._num_steps = self._num_answers_stepped = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a request wait for its turn."""
+        self._waiting.add(sequence)
+
+    def step(self) -> float | None:
+        """Compute one step if anything can be computed; in how many seconds to call again."""
+        try:
+            self._drop_unwanted()
+            if self._is_gathering:
+                return POLL_S
+            self._let_join()
+            segments = self._next_segments()
+            if segments:
+                self._compute(segments)
+        except Exception as error:
+            log.exception("the batch failed; its requests end with it")
+            for sequence in [*self._running, *self._waiting]:
+                self._fail(sequence, error)
+        if self._running:
+            return 0.0
+        return POLL_S if self._waiting else None  # for a tier
+
+    @property
+    def _is_gathering(self) -> bool:
+        """Whether an idle batch still waits for company."""
+        window_s = self._parts.options.batch_window_ms / 1e3
+        if window_s == 0 or self._running or len(self._waiting) >= self._most_running:
+            return False
+        calls = [each.request.started_at for each in self._waiting]
+        return bool(calls) and time.perf_counter() - min(calls) < window_s
+
+    def stats(self) -> dict[str, Any]:
+        """Sizes now, and counts since the engine was made."""
+        options, running = self._parts.options, list(self._running)
+        kv_bytes, num_rows = _buffer_sizes(running)
+        return {
+            "num_running": len(running),
+            "num_waiting": len(self._waiting),
+            "max_batch_size": options.max_batch_size,
+            "max_queue_size": options.max_queue_size,
+            "num_steps": self._num_steps,
+            "mean_batch_size": self._num_answers_stepped / max(1, self._num_steps),
+            "kv_bytes": kv_bytes,
+            "kv_tokens": num_rows,
+            "kv_capacity_tokens": self._parts.working_tokens,
+        }
+
+    def _drop_unwanted(self) -> None:
+        now = time.perf_counter()
+        for sequence in [*self._running, *self._waiting]:
+            if sequence.ticket.is_cancelled:
+                self._fail(sequence, CancelledError("cancelled by its caller"))
+            elif sequence.deadline_at is not None and now > sequence.deadline_at:
+                waited = now - sequence.request.started_at
+                self._fail(sequence, DeadlineExceeded(f"not done after {waited:.1f} s"))
+
+    def _let_join(self) -> None:
+        """Take in requests as long as their prompts fit in the next step."""
+        while len(self._running) < self._most_running:
+            computing = [each for each in self._running if each.pending]
+            num_decoding = len(self._running) - len(computing)
+            num_pending = sum(len(each.pending) for each in computing)
+            if num_pending >= self._pace.prompt_tokens(num_decoding):
+                return
+            sequence = self._waiting.take(self._can_join)
+            if sequence is None:
+                return
+            try:
+                self._join(sequence)
+            except Exception as error:
+                log.exception("a request could not be started")
+                self._fail(sequence, error)
+
+    @property
+    def _most_running(self) -> int:
+        """A sequence that rotates its keys unlike others has the batch for itself."""
+        if self._running and self._is_alone(self._running[0]):
+            return 1
+        return self._parts.options.max_batch_size if self._parts.piece_tokens is None else 1
+
+    def _is_alone(self, sequence: Sequence) -> bool:
+        return self._parts.model.is_alone(sequence.num_tokens)
+
+    def _can_join(self, sequence: Sequence) -> bool:
+        loading = sequence.request.loading
+        if loading is not None and not loading.done():
+            return False
+        if not self._running:
+            return True
+        if self._is_alone(sequence):
+            return False
+        used = sum(each.num_tokens - each.rows.num_shared for each in self._running)
+        used += sum({each.rows.shared: each.rows.num_shared for each in self._running}.values())
+        if used + sequence.num_tokens > self._parts.working_tokens:
+            return False
+        return not self._waits_for_another(sequence)
+
+    def _waits_for_another(self, sequence: Sequence) -> bool:
+        """Whether another request computes most of what this one needs right now."""
+        owner, num_alike = self._find_alike(sequence)
+        if owner is None or owner.rows is not None:
+            return False
+        terms = Terms(sequence.request.reuse, sequence.request.tenant)
+        num_known = look_up(sequence.request.tokens, self._parts, terms).num_reused
+        return num_alike - num_known > (len(sequence.request.tokens) - num_known) / 2
+
+    def _find_alike(self, sequence: Sequence) -> tuple[Any, int]:
+        request, parts = sequence.request, self._parts
+        may_share = parts.model.packs and parts.piece_tokens is None and request.reuse != "off"
+        if not may_share or self._is_alone(sequence):
+            return None, 0
+        if sequence.names is None:
+            chunks, keys, _ = named_chunks(request.tokens, parts, request.tenant)
+            sequence.names = chunks, keys
+        chunks, keys = sequence.names
+        return self._live.find(keys, [chunk.span for chunk in chunks])
+
+    def _join(self, sequence: Sequence) -> None:
+        request, parts = sequence.request, self._parts
+        sequence.joined_at = time.perf_counter()
+        if request.loading is not None and request.loading.exception() is not None:
+            log.error("loading failed, going on without", exc_info=request.loading.exception())
+        sequence.note = why_not(request, parts.model, sequence.num_tokens)
+        terms, note = terms_of(request, parts, is_refused=bool(sequence.note))
+        sequence.terms, sequence.note = terms, sequence.note or note
+        decision = decide(request.tokens, parts, terms, capacity=sequence.num_tokens)
+        shared = None
+        owner, num_alike = self._find_alike(sequence)
+        if owner is not None and owner.rows is not None and not decision.plan.moved:
+            num_alike = min(num_alike, len(request.tokens) - 1) // SHARED_STEP * SHARED_STEP
+            shared = owner.rows.share(num_alike)
+            assert sequence.names is not None
+            decision = decision.on_shared(*sequence.names, shared.num_rows)
+        num_own = len(request.tokens) - (shared.num_rows if shared else 0)
+        num_new = min(sequence.sampling.max_new_tokens, FIRST_NEW_ROWS)
+        rows = Rows(parts.model.fresh_slots(num_own + num_new), shared)
+        sequence.start(fill(decision, request.tokens, parts, terms, rows))
+        self._running.append(sequence)
+        if sequence.names is not None:
+            chunks, keys = sequence.names
+            exact = sum(chunk.span.stop <= rows.exact_stop for chunk in chunks)
+            self._live.add(sequence.owner, keys[:exact])
+
+    def _next_segments(self) -> dict[Segment, Sequence]:
+        """One token of each answer, then pieces of prompts: the oldest first, then short ones."""
+        computing = [each for each in self._running if each.pending]
+        decoding = [each for each in self._running if not each.pending]
+        segments = {each.next_segment(1): each for each in decoding}
+        room = self._pace.prompt_tokens(len(decoding))
+        # Half of the room is the oldest prompt's, so that short ones cannot hold it up for ever.
+        for sequence in computing[:1]:
+            most = room if len(computing) == 1 else -(-room // 2)
+            most = len(sequence.pending) if self._is_whole(sequence) else most
+            room -= self._add_piece(segments, sequence, most)
+        for sequence in sorted(computing[1:], key=lambda each: len(each.pending)):
+            if room > 0:
+                room -= self._add_piece(segments, sequence, room)
+        return segments
+
+    def _is_whole(self, sequence: Sequence) -> bool:
+        """Whether a prompt must not be cut: its bits or its rotation depend on the piece."""
+        return self._parts.piece_tokens is not None or self._is_alone(sequence)
+
+    def _add_piece(self, segments: dict[Segment, Sequence], sequence: Sequence, most: int) -> int:
+        sequence.was_beside |= len(self._running) > 1
+        segment = sequence.next_segment(most)
+        segments[segment] = sequence
+        return len(segment.tokens)
+
+    def _compute(self, segments: dict[Segment, Sequence]) -> None:
+        started = time.perf_counter()
+        num_answers = sum(not s.pending for s in segments.values())
+        num_prompt = sum(len(g.tokens) for g, s in segments.items() if not s.output)
+        num_decoding = sum(bool(s.output) for s in segments.values())
+        try:
+            logits = self._parts.model.forward_packed(list(segments))
+            ready = {g: s for g, s in segments.items() if not s.pending}
+            choices = []
+            if ready:
+                rows, choosers = [logits[g] for g in ready], [s.chooser for s in ready.values()]
+                choices = choose(rows, choosers)
+        except Exception as error:
+            log.exception("a step failed; its requests end with it")
+            for sequence in segments.values():
+                self._fail(sequence, error)
+            return
+        for sequence, choice in zip(ready.values(), choices, strict=True):
+            self._go_on(sequence, choice)
+        self._num_steps += 1
+        self._num_answers_stepped += num_answers
+        self._pace.observe(time.perf_counter() - started, num_decoding, num_prompt)
+
+    def _go_on(self, sequence: Sequence, choice: Any) -> None:
+        if not sequence.output:
+            self._prompt_is_done(sequence)
+        try:
+            sequence.accept(choice)
+        except Exception as error:  # of a listener, a grammar or a tokenizer: one request's matter
+            log.exception("an answer could not be continued")
+            self._fail(sequence, error)
+            return
+        if sequence.finish_reason is not None:
+            self._finish(sequence)
+
+    def _prompt_is_done(self, sequence: Sequence) -> None:
+        sequence.owner.rows = sequence.rows
+        prefilled = sequence.prefilled
+        assert prefilled is not None
+        if not sequence.was_beside:
+            self._parts.cost.observe(prefilled.work, time.perf_counter() - prefilled.started_at)
+
+    def _finish(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        sequence.ticket.future.set_result(_completion(sequence, self._parts))
+        looked_up = sequence.terms.reuse != "off"
+        count(sequence.prefilled, len(sequence.request.tokens), self._parts, looked_up=looked_up)
+        if looked_up:
+            try:
+                self._keep(sequence)
+            except Exception:
+                log.exception("storing an answer failed; the answer is not affected")
+
+    def _keep(self, sequence: Sequence) -> None:
+        request, parts, prefilled = sequence.request, self._parts, sequence.prefilled
+        assert prefilled is not None
+        tokens = [*request.tokens, *sequence.output][: sequence.rows.length]
+        if parts.piece_tokens is not None:
+            tokens = request.tokens[: prefilled.pending[0]]
+        if tokens:
+            keep(prefilled, tokens, parts, tenant=request.tenant)
+        audit = prepare_audit(request, parts, prefilled, sequence.terms, sequence.output)
+        if audit is not None:
+            self._add_idle(carry_out(audit, parts))
+
+    def _fail(self, sequence: Sequence, error: BaseException) -> None:
+        if sequence in self._running:
+            self._running.remove(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+        sequence.ticket.future.set_exception(error)
+
+
+def _completion(sequence: Sequence, parts: Parts) -> Completion:
+    request, prefilled = sequence.request, sequence.prefilled
+    assert prefilled is not None and sequence.finish_reason is not None
+    first_at, last_at = (request.started_at + sequence.token_times[i] for i in (0, -1))
+    lookup_s, load_s = prefilled.lookup_ms / 1e3, prefilled.load_ms / 1e3
+    return Completion(
+        text=sequence.text,
+        token_ids=tuple(sequence.output),
+        finish_reason=sequence.finish_reason,
+        prompt_tokens=len(request.tokens),
+        cached_tokens=prefilled.num_cached,
+        reuse=report(prefilled, len(request.tokens), parts, sequence.note, first_at),
+        phases=Phases(
+            queue=sequence.joined_at - request.started_at,
+            lookup=lookup_s,
+            load=load_s,
+            prefill=first_at - sequence.joined_at - lookup_s - load_s,
+            decode=last_at - first_at,
+        ),
+        logprobs=tuple(sequence.logprobs),
+        token_times=tuple(sequence.token_times),
+    )
+
+
+def _buffer_sizes(running: list[Sequence]) -> tuple[int, int]:
+    """Bytes and rows of the buffers in use, shared ones once."""
+    buffers: dict[int, tuple[int, int]] = {}
+    for sequence in running:
+        buffers |= sequence.rows.buffers()
+    return sum(size for size, _ in buffers.values()), sum(rows for _, rows in buffers.values())

@@ -1,0 +1,96 @@
+"""Where requests enter the batch, from any thread."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvboost.build import Parts
+from kvboost.core import Sampling
+from kvboost.engine.batch.batch import Batch
+from kvboost.engine.batch.sequence import Listener, Sequence
+from kvboost.engine.batch.ticket import Ticket
+from kvboost.engine.request import Request
+from kvboost.engine.results import Completion, GenerationResult
+from kvboost.engine.worker import Worker
+from kvboost.errors import ConfigError, QueueFull, UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class BatchFront:
+    """Holds the places of the batch and its queue. Thread-safe."""
+
+    def __init__(self, parts: Parts, tokenizer: PreTrainedTokenizerBase, worker: Worker) -> None:
+        self._parts, self._tokenizer, self._worker = parts, tokenizer, worker
+        self._batch = Batch(parts, worker.add_idle)
+        worker.run_steadily(self._batch.step)
+        options = parts.options
+        self._places = threading.Semaphore(options.max_batch_size + options.max_queue_size)
+
+    def enqueue(
+        self,
+        request: Request,
+        sampling: Sampling,
+        *,
+        waits: bool = False,
+        listener: Listener | None = None,
+        deadline_s: float | None = None,
+    ) -> Ticket:
+        """Let a request join as soon as there is room; `waits` for a place in the queue if asked.
+
+        Raises:
+            QueueFull: there is no place.
+            ConfigError: the prompt and its answer do not fit.
+        """
+        if self._parts.model.refusal:
+            raise UnsupportedModel(self._parts.model.refusal)
+        sequence = Sequence(
+            request=request,
+            sampling=sampling,
+            tokenizer=self._tokenizer,
+            end_tokens=self._parts.model.end_tokens,
+            listener=listener,
+            deadline_at=None if deadline_s is None else request.started_at + deadline_s,
+        )
+        most = self._parts.working_tokens
+        if sequence.num_tokens > most:
+            raise ConfigError(
+                f"a prompt of {len(request.tokens)} tokens with {sampling.max_new_tokens} new ones "
+                f"does not fit: there is room for {most} (num_blocks, max_cache_bytes)"
+            )
+        if not self._places.acquire(blocking=waits):
+            raise QueueFull(f"{self._parts.options.max_queue_size} requests wait already")
+        sequence.ticket.future.add_done_callback(self._leave)
+        try:
+            self._worker.post(partial(self._batch.add, sequence))
+        except BaseException as error:
+            sequence.ticket.future.set_exception(error)
+            raise
+        return sequence.ticket
+
+    def stats(self) -> dict[str, Any]:
+        """Sizes now, and counts since the engine was made."""
+        return self._batch.stats()
+
+    def _leave(self, _: Future[Completion]) -> None:
+        self._places.release()
+
+
+def result_of(completion: Completion) -> GenerationResult:
+    """An answer of the batch in the words of `generate`."""
+    times = completion.token_times
+    return GenerationResult(
+        output_text=completion.text,
+        token_ids=list(completion.token_ids),
+        ttft_ms=1e3 * times[0],
+        total_ms=1e3 * times[-1],
+        prompt_tokens=completion.prompt_tokens,
+        cached_tokens=completion.cached_tokens,
+        reuse=completion.reuse,
+        output_texts=[completion.text],
+        output=None,
+    )

@@ -1,0 +1,44 @@
+"""Which prompts are in the batch now, by their chunks: whoever begins alike shares their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from kvboost.core import ChunkKeys, PrefixKey, Span
+
+if TYPE_CHECKING:
+    from kvboost.models.rows import Rows
+
+LEAST_SHARED = 128  # tokens; below, attention in two parts costs more than it saves
+
+
+@dataclass(eq=False)
+class Owner:
+    """A prompt of the batch: its rows can be shared once all of them are there."""
+
+    rows: Rows | None = None
+
+
+class LivePrompts:
+    """Owners by the keys of their exact chunks; forgets an owner when its request ends."""
+
+    def __init__(self) -> None:
+        self._owners: WeakValueDictionary[PrefixKey, Owner] = WeakValueDictionary()
+
+    def add(self, owner: Owner, keys: Sequence[ChunkKeys]) -> None:
+        """Make a prompt known; the first one of several that begin alike stays the owner."""
+        for key in keys:
+            self._owners.setdefault(key.prefix, owner)
+
+    def find(self, keys: Sequence[ChunkKeys], spans: Sequence[Span]) -> tuple[Owner | None, int]:
+        """Who begins like a prompt, and for how many tokens; (None, 0) if nobody does."""
+        best: tuple[Owner | None, int] = (None, 0)
+        for key, span in zip(keys, spans, strict=True):
+            owner = self._owners.get(key.prefix)
+            if owner is None:
+                break
+            best = (owner, span.stop)
+        return best if best[1] >= LEAST_SHARED else (None, 0)

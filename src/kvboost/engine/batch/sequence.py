@@ -1,0 +1,123 @@
+"""One request in the batch: what it has computed, what comes next, what its caller was told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from kvboost.core import Chunk, ChunkKeys, Sampling, Span
+from kvboost.engine.batch.live import Owner
+from kvboost.engine.batch.text import TextReader
+from kvboost.engine.batch.ticket import Ticket
+from kvboost.engine.prefill import Prefilled, Terms
+from kvboost.engine.request import Request
+from kvboost.engine.results import Delta, TokenLogprob
+from kvboost.models.packed import Segment
+from kvboost.models.rows import Rows
+from kvboost.models.sampling import Choice, Chooser
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Listener = Callable[[Delta], None]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """State of a request; all of it belongs to the engine's thread but for the ticket."""
+
+    request: Request
+    sampling: Sampling
+    tokenizer: PreTrainedTokenizerBase
+    end_tokens: frozenset[int]
+    ticket: Ticket = field(default_factory=Ticket)
+    listener: Listener | None = None
+    deadline_at: float | None = None  # by `time.perf_counter`
+    names: tuple[list[Chunk], list[ChunkKeys]] | None = None
+    owner: Owner = field(default_factory=Owner)
+
+    # Since it joined the batch.
+    terms: Terms = field(init=False)
+    note: str = ""
+    joined_at: float = 0.0
+    prefilled: Prefilled[Rows] | None = None
+    pending: list[int] = field(default_factory=list)  # positions of the prompt, in order
+    was_beside: bool = False  # others, while its prompt was computed
+    output: list[int] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    text: str = ""
+    finish_reason: Literal["stop", "length"] | None = None
+
+    def __post_init__(self) -> None:
+        self.chooser = Chooser(self.sampling, self.request.tokens)
+        self._reader = TextReader(self.tokenizer, self.sampling.stop)
+
+    @property
+    def num_tokens(self) -> int:
+        """What it may come to."""
+        return len(self.request.tokens) + self.sampling.max_new_tokens
+
+    @property
+    def rows(self) -> Rows:
+        """Its K/V."""
+        assert self.prefilled is not None
+        return self.prefilled.slots
+
+    def start(self, prefilled: Prefilled[Rows]) -> None:
+        """Join the batch."""
+        self.prefilled, self.pending = prefilled, list(prefilled.pending)
+
+    def next_segment(self, most: int) -> Segment:
+        """What it computes in the next step: at most that many of its prompt, or one token."""
+        if not self.pending:
+            place = self.rows.length
+            return Segment(self.rows, self.output[-1:], range(place, place + 1))
+        positions, self.pending = self.pending[:most], self.pending[most:]
+        places: list[int] | range = positions
+        if positions[-1] - positions[0] + 1 == len(positions):
+            places = range(positions[0], positions[-1] + 1)
+        assert self.prefilled is not None
+        own = Span(positions[0], positions[-1] + 1)
+        self.rows.own.correct(_within(self.prefilled.corrected, own), positions)
+        return Segment(self.rows, [self.request.tokens[place] for place in places], places)
+
+    def accept(self, choice: Choice) -> None:
+        """Go on with a token, tell the caller, and see whether it was the last one."""
+        token = choice.token
+        self.output.append(token)
+        self.token_times.append(time.perf_counter() - self.request.started_at)
+        self.chooser.accept(token)
+        grammar = self.sampling.grammar
+        if token in self.end_tokens and not self.sampling.ignore_eos:
+            self.finish_reason = "stop"
+            text = self._reader.finish()
+        else:
+            text = self._reader.feed(token)
+            if self._reader.is_stopped or (grammar is not None and grammar.is_over):
+                self.finish_reason = "stop"
+            elif len(self.output) >= self.sampling.max_new_tokens:
+                self.finish_reason = "length"
+            if self.finish_reason:
+                text += self._reader.finish()
+        self.text += text
+        logprobs = () if self.sampling.top_logprobs is None else (self._reported(choice),)
+        self.logprobs += logprobs
+        if self.listener is not None:
+            self.listener(Delta(text, (token,), logprobs))
+
+    def _reported(self, choice: Choice) -> TokenLogprob:
+        top = tuple((token, self._word(token), value) for token, value in choice.top)
+        return TokenLogprob(choice.token, self._word(choice.token), choice.logprob, top)
+
+    def _word(self, token: int) -> str:
+        word: str = self.tokenizer.decode([token])
+        return word
+
+
+def _within(spans: Iterable[Span], limits: Span) -> list[Span]:
+    """The parts of `spans` inside `limits`."""
+    cut = [(max(span.start, limits.start), min(span.stop, limits.stop)) for span in spans]
+    return [Span(start, stop) for start, stop in cut if start < stop]

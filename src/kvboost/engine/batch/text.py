@@ -1,0 +1,59 @@
+"""Tokens of an answer -> its text, as it comes and up to a stop text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OPEN = "�"  # what tokenizers make of bytes that are no whole character yet
+
+
+class TextReader:
+    """Gives out text once it can no longer change; never a part of a stop text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._tokens: list[int] = []
+        # Some tokens read differently after others, so new text is what a few tokens say more
+        # than those before them.
+        self._from, self._read = 0, 0
+        self._held = ""  # may be the beginning of a stop text
+        self.is_stopped = False
+
+    def feed(self, token: int) -> str:
+        """Text that is certain after one more token."""
+        self._tokens.append(token)
+        known = self._decode(self._from, self._read)
+        text = self._decode(self._from, len(self._tokens))
+        if len(text) <= len(known) or text.endswith(OPEN):
+            return ""
+        self._from, self._read = self._read, len(self._tokens)
+        return self._up_to_stop(text[len(known) :])
+
+    def finish(self) -> str:
+        """The rest, once no token follows."""
+        if self.is_stopped:
+            return ""
+        known = self._decode(self._from, self._read)
+        rest = self._decode(self._from, len(self._tokens))[len(known) :]
+        text = self._up_to_stop(rest)
+        return text if self.is_stopped else text + self._held
+
+    def _decode(self, start: int, stop: int) -> str:
+        text: str = self._tokenizer.decode(self._tokens[start:stop], skip_special_tokens=True)
+        return text
+
+    def _up_to_stop(self, new: str) -> str:
+        text = self._held + new
+        self._held = ""
+        ends = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        if ends:
+            self.is_stopped = True
+            return text[: min(ends)]
+        for length in range(min(len(text), max(map(len, self._stop), default=1) - 1), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stop):
+                self._held = text[-length:]
+                return text[:-length]
+        return text

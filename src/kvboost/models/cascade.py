@@ -1,0 +1,63 @@
+"""Attention over keys in several parts, joined by the weight of their softmax sums (CPU)."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+
+Part: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""An output [1, heads, queries, head_dim] and the logarithm of its softmax sum."""
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    *,
+    causal: bool = False,
+) -> Part:
+    """Attention to one part; `causal`: among as many keys as queries, else to all of them."""
+    if causal:
+        return _flash(query, key, value, scale, causal=True)
+    # The queries that share a K/V head become rows of one product, so that keys are read once.
+    num_heads, num_queries, head_dim = query.shape[1:]
+    folded = (1, key.shape[1], num_queries * num_heads // key.shape[1], head_dim)
+    output, total = _flash(query.reshape(folded), key, value, scale, causal=False)
+    return output.reshape(query.shape), total.reshape(query.shape[:-1])
+
+
+def attend_appended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+) -> Part:
+    """Causal attention of the last tokens over all rows, without a mask.
+
+    Rows before the first query are seen by all queries; among themselves the queries are causal.
+    """
+    num_past = key.shape[2] - query.shape[2]
+    own = attend(query, key[:, :, num_past:], value[:, :, num_past:], scale, causal=True)
+    if num_past == 0:
+        return own
+    return join(attend(query, key[:, :, :num_past], value[:, :, :num_past], scale), own)
+
+
+def join(first: Part, second: Part) -> Part:
+    """Attention to two parts as if they were one. Outputs are in single precision."""
+    (one, one_total), (other, other_total) = first, second
+    weight = torch.sigmoid(other_total - one_total)[..., None]
+    output = torch.lerp(one.float(), other.float(), weight)
+    return output, torch.logaddexp(one_total, other_total)
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    *,
+    causal: bool,
+) -> Part:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+    output, total = flash(query, key, value, 0.0, causal, scale=scale)
+    return output, total

@@ -1,0 +1,95 @@
+"""Several sequences in one row of a forward: each gets what it would get alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvboost.models.hf import HFModel
+from kvboost.models.packed import Segment
+from kvboost.models.rows import Rows
+from tiny_models import SUPPORTED, VOCABULARY, build
+
+pytestmark = pytest.mark.tiny
+
+TOLERANCE = 1e-5
+NUM_ALIKE = 40
+
+
+def sequence(seed: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, VOCABULARY, (length,), generator=generator).tolist()
+
+
+FIRST = sequence(1, 96)
+SECOND = FIRST[:NUM_ALIKE] + sequence(2, 35)
+THIRD = FIRST[:NUM_ALIKE] + sequence(3, 70)
+APART = sequence(4, 80)
+SCATTERED = [*range(0, 80, 3), *(place for place in range(80) if place % 3)]
+
+
+@torch.no_grad()
+def native_logits(name: str, tokens: list[int]) -> torch.Tensor:
+    model = build(*SUPPORTED[name])
+    cache = DynamicCache(config=model.config)
+    logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), past_key_values=cache).logits[0]
+    return logits
+
+
+class Packed:
+    """Sequences of one model; each step checks the logits of all that took part."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.model = HFModel(build(*SUPPORTED[name]))
+        self.native: dict[int, torch.Tensor] = {}
+
+    def step(self, *parts: tuple[list[int], Rows, range | list[int]]) -> None:
+        segments = [
+            Segment(rows, [tokens[place] for place in places], places)
+            for tokens, rows, places in parts
+        ]
+        logits = self.model.forward_packed(segments)
+        for segment, (tokens, _, places) in zip(segments, parts, strict=True):
+            if id(tokens) not in self.native:
+                self.native[id(tokens)] = native_logits(self.name, tokens)
+            wanted = self.native[id(tokens)][places[-1]]
+            assert float((logits[segment] - wanted).abs().max()) <= TOLERANCE
+
+
+# They change K/V between cache and attention, or read K/V of another layer.
+ONE_BY_ONE = {"deepseek_v3-mla", "diffllama", "gemma3n-shared-kv", "minicpm3-mla"}
+
+
+def test_models_that_cannot_be_packed_are_found_out() -> None:
+    packing = {name: HFModel(build(*SUPPORTED[name])).packs for name in SUPPORTED}
+    assert {name for name, packs in packing.items() if not packs} == ONE_BY_ONE
+
+
+@pytest.mark.parametrize("name", sorted(ONE_BY_ONE))
+def test_where_rows_cannot_be_packed_a_step_takes_one_forward_each(name: str) -> None:
+    packed = Packed(name)
+    first, apart = (Rows(packed.model.fresh_slots(8)) for _ in range(2))
+    packed.step((FIRST, first, range(50)), (APART, apart, SCATTERED))
+    packed.step((FIRST, first, range(50, 51)))
+
+
+@pytest.mark.parametrize("name", sorted(set(SUPPORTED) - ONE_BY_ONE))
+def test_sequences_in_one_row_are_as_alone(name: str) -> None:
+    packed = Packed(name)
+    first, apart = (Rows(packed.model.fresh_slots(8)) for _ in range(2))
+    packed.step((FIRST, first, range(50)), (APART, apart, SCATTERED))
+    shared = first.share(NUM_ALIKE)
+    second, third = (Rows(packed.model.fresh_slots(4), shared) for _ in range(2))
+    packed.step(
+        (FIRST, first, range(50, 51)),
+        (SECOND, second, range(NUM_ALIKE, 60)),
+        (THIRD, third, range(NUM_ALIKE, NUM_ALIKE + 1)),
+    )
+    packed.step(
+        (THIRD, third, range(NUM_ALIKE + 1, 110)),
+        (FIRST, first, range(51, 90)),
+        (SECOND, second, range(60, 74)),
+    )
+    packed.step((FIRST, first, range(90, 91)), (SECOND, second, range(74, 75)))
