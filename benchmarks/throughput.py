@@ -44,10 +44,10 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     for name in options.model:
         with _batchers(name, peers, options) as batchers:
             times, answers = _measure(name, batchers, options)
-        rows += _rows(times, answers, options)
-        for row in rows[-len(times) :]:
-            row |= batchers[row["who"].removesuffix(WARM)].about
-            row |= {"model": name.rstrip("/").split("/")[-1], "dtype": options.dtype}
+        for row in _rows(times, answers, options):
+            about = batchers[row["who"].removesuffix(WARM)].about
+            row = {"model": name.rstrip("/").split("/")[-1], "dtype": options.dtype} | row | about
+            rows.append(row)
             ours = f"   ours / this {row['ours_ratio']:.2f}" if "ours_ratio" in row else ""
             goal = f" (goal {row['goal']})" if "goal" in row else ""
             same = f"   {row['same']} of {row['answers']} as one by one" if "same" in row else ""
