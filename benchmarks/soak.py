@@ -2,9 +2,10 @@
 
 Needs a running server with an fp32 model: every question of a pool is first asked alone, and under
 load its answer must be the same, letter by letter. Give the server a short queue, so that bursts
-overflow it, a deadline (--request-deadline-s 30) that long answers do not keep, and a small memory
-tier (--max-cache-bytes 64MiB), which is full before its memory is compared. Ends with code 1 if
-something was wrong.
+overflow it, a deadline that long answers do not keep, and a small memory tier, which is full
+before memory is compared (and blocks to work in, which it else takes from that size):
+  --max-queue-size 32 --request-deadline-s 30 --max-cache-bytes 64MiB --num-blocks 1024
+Ends with code 1 if something was wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import httpx
 from openai_errors import fault_of
 from server_process import resident_mb
 from soak_questions import CHAT, COMPLETIONS, Question, make_questions, tellable, text_of
-from soak_verdict import ABORTED, GAVE_UP, Tally, find_count, growth
+from soak_verdict import ABORTED, EXPECTED, GAVE_UP, Tally, growth
 
 WEIGHTS = {
     "whole": 30,
@@ -42,7 +43,7 @@ SETTLE_S = 60.0  # for the last requests to end when the clients are gone
 SAMPLE_S = 1.0
 RETRY_S = 1.0
 PAUSE_S = 1.0  # of a slow reader, at most
-LONG_TOKENS = 4000  # more than a server can write before its deadline
+LONG_TOKENS = 2000  # more than a server can write before its deadline
 OVERSIZE_BYTES = 12 * 2**20
 MALFORMED = (
     b"",
@@ -163,8 +164,8 @@ class Soak:
         )
         if len(self._pool) < len(asked) // 2:
             raise SystemExit("too few answers differ: this model could mix them up unseen")
-        stats = (await client.get("/v1/stats")).raise_for_status().json()
-        self._limit = find_count(stats, "max_batch_size") + find_count(stats, "max_queue_size")
+        batch = await _batch(client)
+        self._limit = batch["max_batch_size"] + batch["max_queue_size"]
 
     async def _visit(self, number: int) -> None:
         chance = random.Random(f"{self._options.seed} {number}")
@@ -207,7 +208,7 @@ class Soak:
         question = chance.choice(self._pool)
         reply = await client.post(question.path, json=question.body)
         if reply.status_code != 200:
-            return reply.status_code, fault_of(reply)
+            return _refused(kind, reply)
         return 200, _difference(question, text_of(reply.json()["choices"][0]))
 
     async def _streamed(
@@ -219,7 +220,7 @@ class Soak:
         async with client.stream("POST", question.path, json=body) as reply:
             if reply.status_code != 200:
                 await reply.aread()
-                return reply.status_code, fault_of(reply)
+                return _refused(kind, reply)
             async for piece in _pieces(reply):
                 if "error" in piece:
                     is_late = piece["error"].get("code") == "deadline_exceeded"
@@ -243,7 +244,7 @@ class Soak:
         except asyncio.TimeoutError:
             return ABORTED, ""
         is_fine = reply.status_code == 200
-        return (ABORTED, "") if is_fine else (reply.status_code, fault_of(reply))
+        return (ABORTED, "") if is_fine else _refused(kind, reply)
 
     async def _deadline(
         self, client: httpx.AsyncClient, kind: str, chance: random.Random
@@ -251,7 +252,7 @@ class Soak:
         question = chance.choice(self._pool)
         body = question.body | {"max_tokens": LONG_TOKENS, "ignore_eos": True}
         reply = await client.post(question.path, json=body)
-        return reply.status_code, "" if reply.status_code == 200 else fault_of(reply)
+        return (200, "") if reply.status_code == 200 else _refused(kind, reply)
 
     async def _oversize(
         self, client: httpx.AsyncClient, kind: str, chance: random.Random
@@ -259,7 +260,7 @@ class Soak:
         body = b'{"prompt": "' + b"x" * OVERSIZE_BYTES + b'"}'
         with contextlib.suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
             reply = await client.post(CHAT, content=body)
-            return reply.status_code, fault_of(reply)
+            return _refused(kind, reply)
         return ABORTED, ""
 
     async def _malformed(
@@ -268,14 +269,14 @@ class Soak:
         headers = {"Content-Type": "application/json"}
         body = chance.choice(MALFORMED)
         reply = await client.post(CHAT, content=body, headers=headers)
-        return reply.status_code, fault_of(reply)
+        return _refused(kind, reply)
 
     async def _invalid(
         self, client: httpx.AsyncClient, kind: str, chance: random.Random
     ) -> tuple[int, str]:
         body = chance.choice(INVALID) | {"model": self._pool[0].body["model"]}
         reply = await client.post(CHAT, json=body)
-        return reply.status_code, fault_of(reply)
+        return _refused(kind, reply)
 
     async def _watch_memory(self) -> None:
         while self._options.pid is not None and time.monotonic() < self._stop_at:
@@ -286,13 +287,25 @@ class Soak:
         """Requests that the server still holds when nobody waits for them any more."""
         give_up_at = time.monotonic() + SETTLE_S
         while True:
-            stats = (await client.get("/v1/stats")).raise_for_status().json()
-            held = {name: find_count(stats, name) for name in ("num_running", "num_waiting")}
+            batch = await _batch(client)
+            held = {name: batch[name] for name in ("num_running", "num_waiting")}
             if not any(held.values()):
                 return []
             if time.monotonic() > give_up_at:
                 return [f"requests were left behind: {held}"]
             await asyncio.sleep(SAMPLE_S)
+
+
+async def _batch(client: httpx.AsyncClient) -> dict[str, int]:
+    stats = (await client.get("/v1/stats")).raise_for_status().json()
+    batch: dict[str, int] = stats["batch"]
+    return batch
+
+
+def _refused(kind: str, reply: httpx.Response) -> tuple[int, str]:
+    """Status and fault of an answer that is no completion."""
+    is_expected = reply.status_code in EXPECTED[kind]
+    return reply.status_code, fault_of(reply) or ("" if is_expected else reply.text[:200])
 
 
 async def _pieces(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:

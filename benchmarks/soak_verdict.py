@@ -6,7 +6,6 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 MAX_EXAMPLES = 20
 ABORTED = 0  # instead of a status: we hung up ourselves, before or while the answer came
@@ -86,20 +85,3 @@ def growth(samples: Sequence[float]) -> float:
     if third == 0:
         raise ValueError(f"{len(samples)} samples: too few for thirds")
     return statistics.mean(samples[2 * third :]) / statistics.mean(samples[third : 2 * third]) - 1
-
-
-def find_count(stats: Any, name: str) -> int:
-    """A number by its name, however deep it lies in a document."""
-    found = _find(stats, name)
-    if found is None:
-        raise KeyError(f"{name} is not in the statistics: {stats}")
-    return found
-
-
-def _find(document: Any, name: str) -> int | None:
-    if not isinstance(document, dict):
-        return None
-    if isinstance(document.get(name), int):
-        return int(document[name])
-    inner = (_find(value, name) for value in document.values())
-    return next((value for value in inner if value is not None), None)

@@ -12,7 +12,7 @@ import soak
 from fake_openai import NUM_ALONE, FakeServer, serving
 from server_process import resident_mb
 from soak_questions import Question, make_questions, tellable, text_of
-from soak_verdict import ABORTED, GAVE_UP, Tally, find_count, growth
+from soak_verdict import ABORTED, GAVE_UP, Tally, growth
 
 
 def row_of(server: FakeServer, **changes: object) -> dict[str, object]:
@@ -87,12 +87,6 @@ def test_statuses_that_are_not_promised_are_faults() -> None:
     tally.add("abort", ABORTED)
     assert tally.num_faults == 3
     assert tally.by_kind()["whole"] == {"-1": 1, "500": 1}
-
-
-def test_counts_are_found_at_any_depth() -> None:
-    assert find_count({"a": 1, "batch": {"now": {"num_running": 0}}}, "num_running") == 0
-    with pytest.raises(KeyError, match="num_waiting"):
-        find_count({"batch": {}}, "num_waiting")
 
 
 def test_questions_with_the_same_answer_are_left_out() -> None:
