@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 # Before torch loads: threads that spin at barriers stall each other when cores are busy.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from get_model import models_folder
+from servers import KVBoostServer, kvboost_server
 
 # The gate tries the same examples every time; a developer's run tries new ones.
 settings.register_profile("ci", derandomize=True)
@@ -37,3 +39,11 @@ def smol() -> str:
 @pytest.fixture(scope="session")
 def coder() -> str:
     return real_model("Qwen2.5-Coder-0.5B-Instruct")
+
+
+@pytest.fixture(scope="session")
+def live(smol: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KVBoostServer]:
+    """A server in fp32, where texts can be compared; one for all files, as it takes its time."""
+    log = tmp_path_factory.mktemp("live") / "log"
+    with kvboost_server(smol, log, "--dtype", "float32") as server:
+        yield server
