@@ -145,6 +145,12 @@ class Options:
             "blocks of K/V for running requests; None: as many bytes as max_cache_bytes", low=1
         ),
     )
+    prepack_weights: bool = field(
+        default=False,
+        metadata=about(
+            "keep a second copy of the weights that makes batches faster (bfloat16 on CPUs)"
+        ),
+    )
     strict: bool = field(
         default=True,
         metadata=about("raise UnsupportedModel when certification fails; False: go without reuse"),
