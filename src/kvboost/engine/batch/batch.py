@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvboost.build import Parts
@@ -23,6 +24,7 @@ from kvboost.engine.prefill import Terms, decide, fill, keep, look_up, named_chu
 from kvboost.engine.report import count, report
 from kvboost.engine.results import Completion, Phases
 from kvboost.errors import DeadlineExceeded
+from kvboost.models.arena import Arena
 from kvboost.models.rows import Rows, SharedRows
 from kvboost.models.sampling import choose
 
@@ -69,6 +71,11 @@ class Batch:
         if self._running:
             return 0.0
         return POLL_S if self._waiting else None  # for a tier
+
+    @cached_property
+    def _arena(self) -> Arena:
+        """Where requests that share most of their rows have the others."""
+        return Arena(self._parts.model.geometry, self._parts.model.model.device)
 
     @property
     def _is_gathering(self) -> bool:
@@ -178,7 +185,9 @@ class Batch:
             decision = decision.on_shared(*member.names, shared.num_rows)
         num_own = len(request.tokens) - (shared.num_rows if shared else 0)
         num_new = min(member.sampling.max_new_tokens, FIRST_NEW_ROWS)
-        rows = Rows(parts.model.fresh_slots(num_own + num_new), shared)
+        is_small = shared is not None and num_own + num_new <= Arena.most_rows
+        take = self._arena.take if is_small else parts.model.fresh_slots
+        rows = Rows(take(num_own + num_new), shared)
         member.start(fill(decision, request.tokens, parts, terms, rows))
         self._running.append(member)
         if member.names is not None:
@@ -194,7 +203,7 @@ class Batch:
         most = min(num_alike, owner.num_ready, len(member.request.tokens) - 1)
         if most < LEAST_SHARED:
             return None
-        return owner.rows.share(most // SHARED_STEP * SHARED_STEP)
+        return owner.rows.share(most // SHARED_STEP * SHARED_STEP, self._arena)
 
     def _next_segments(self) -> dict[Segment, Member]:
         """One token of each answer, then pieces of prompts: the oldest first, then short ones."""
