@@ -78,7 +78,6 @@ class SmallRows:
         arena = segments[0].rows.own.arena
         assert arena is not None
         self._arena = arena
-        arena.make_room(max(segment.rows.own.length for segment in segments) + 1)
         device = segments[0].rows.own.device
         self._columns = torch.tensor([segment.start for segment in segments], device=device)
         self._places = torch.tensor([segment.rows.own.place for segment in segments], device=device)
@@ -154,6 +153,7 @@ class PackedCache(Cache):
                 shift = segment.rows.num_shared
                 own.scatter([place - shift for place in segment.positions])
             segment.num_visible = own.visible_after(count)
+            own.make_room(segment.num_visible)
         small = [segment for segment in self.segments if segment.is_small]
         self.small = SmallRows(small) if small else None
         self.others = [segment for segment in self.segments if not segment.is_small]

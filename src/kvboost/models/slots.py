@@ -62,8 +62,7 @@ class SlotLayer(CacheLayerMixin):
         """Write the new rows in place; return views of all visible rows."""
         cache = self._cache
         visible = cache.visible_after(key_states.shape[2])
-        if visible > cache.capacity:
-            cache.grow(max(visible, 2 * cache.capacity))
+        cache.make_room(visible)
         if cache.observer is not None:
             cache.observer(self._index, (key_states, value_states), (self.keys, self.values))
         if cache.scattered is None:
@@ -253,13 +252,16 @@ class SlotCache(Cache):
         """Forget everything."""
         self.reuse()
 
-    def grow(self, capacity: int) -> None:
-        """Move to larger buffers."""
-        if self.arena is not None and capacity <= self.arena.most_rows:
-            self.arena.make_room(capacity)
+    def make_room(self, num_rows: int) -> None:
+        """Move to larger buffers if there are fewer rows."""
+        if num_rows <= self.capacity:
             return
         if self.arena is not None:
+            if num_rows <= self.arena.most_rows:
+                self.arena.make_room(num_rows)
+                return
             self.arena.leave(self)
+        capacity = max(num_rows, 2 * self.capacity)
         for place, old in enumerate(self._buffers):
             shape = (*old.shape[:3], capacity, old.shape[4])
             self._buffers[place] = torch.zeros(shape, dtype=old.dtype, device=old.device)
