@@ -45,6 +45,12 @@ test-models:
 check: lint
     {{python}} -m pytest -q
 
+# Write the generated docs, the Grafana dashboard and the pictures of the terminal
+docs:
+    {{python}} scripts/make_docs.py
+    {{python}} scripts/make_dashboard.py
+    {{python}} scripts/make_pictures.py
+
 # Ours beside bare Transformers, e.g. `just bench speed --rounds 3`
 bench *arguments:
     {{python}} benchmarks/run.py {{arguments}}

@@ -9,6 +9,9 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from kvboost.codecs.frame import MAGIC, Head, read
 from kvboost.codecs.raw import RawCodec
@@ -194,3 +197,16 @@ class WordTokenizer:
 def words(num_tokens: int, seed: int = 0) -> list[int]:
     """Token ids that `WordTokenizer` knows, others for every seed."""
     return random.Random(seed).choices(range(5, 500), k=num_tokens)
+
+
+MERGES = [("Ġ", "Ġ"), ('"', ":"), ('"', ","), ("}", "}"), ("a", "b"), ('"', "}"), ("1", "2")]
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token, some pairs are, and the last one ends an answer."""
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
+    model = BPE({piece: number for number, piece in enumerate(pieces)}, MERGES)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")

@@ -21,7 +21,11 @@ STRATEGIES = ("sampled", "selective", "cacheblend", "query", "sensitivity", "non
 """How moved K/V is repaired; what each costs and gains is in docs/concepts/exact-and-moved.md."""
 
 
-def _about(text: str, *, low: float | None = None, high: float | None = None) -> dict[str, Any]:
+BACKENDS = ("auto", "slots", "paged")
+"""Working memory of the batch: contiguous rows, or a pool of blocks."""
+
+
+def about(text: str, *, low: float | None = None, high: float | None = None) -> dict[str, Any]:
     """A field's help text and the least and greatest value that it may have."""
     return {"help": text, "low": low, "high": high}
 
@@ -32,15 +36,15 @@ class Options:
 
     reuse: ReuseMode = field(
         default="exact",
-        metadata=_about("what to reuse: 'off', 'exact' or 'auto'; a request may override it"),
+        metadata=about("what to reuse: 'off', 'exact' or 'auto'; a request may override it"),
     )
     recompute_strategy: str = field(
         default="sampled",
-        metadata=_about(f"how moved K/V is repaired: {', '.join(map(repr, STRATEGIES))}"),
+        metadata=about(f"how moved K/V is repaired: {', '.join(map(repr, STRATEGIES))}"),
     )
     recompute_ratio: float = field(
         default=0.15,
-        metadata=_about(
+        metadata=about(
             "share of moved tokens that is computed again (not by 'selective' and 'none')",
             low=0.0,
             high=1.0,
@@ -48,113 +52,125 @@ class Options:
     )
     recompute_overlap: int = field(
         default=16,
-        metadata=_about(
+        metadata=about(
             "tokens at the start of each moved text to repair ('selective'; 'sampled': at most)",
             low=0,
         ),
     )
     recompute_tail: int = field(
         default=0,
-        metadata=_about("tokens at its end that 'selective' repairs (measured: no gain)", low=0),
+        metadata=about("tokens at its end that 'selective' repairs (measured: no gain)", low=0),
     )
     quality_budget: float = field(
         default=0.05,
-        metadata=_about(
+        metadata=about(
             "mean KL in nats per answer token, against full prefill, that audits of 'auto' allow",
             low=0.0,
         ),
     )
     audit_ratio: float = field(
         default=0.02,
-        metadata=_about(
+        metadata=about(
             "share of answers on moved K/V that is audited in idle time, after the first few",
             low=0.0,
             high=1.0,
         ),
     )
-    chunk_size: int = field(default=128, metadata=_about("tokens in a chunk", low=8, high=4096))
+    chunk_size: int = field(default=128, metadata=about("tokens in a chunk", low=8, high=4096))
     chunk_boundary_window: int = field(
         default=0,
-        metadata=_about(
+        metadata=about(
             "tokens a cut may move back to end a chunk at a line or sentence; 0: cut on the grid",
             low=0,
         ),
     )
     max_cache_bytes: int = field(
-        default=2048 * MIB, metadata=_about("budget of the memory tier, in bytes", low=1)
+        default=2048 * MIB, metadata=about("budget of the memory tier, in bytes", low=1)
     )
     tenant_quota: float = field(
         default=1.0,
-        metadata=_about("share of the memory tier that one tenant may hold", low=0.0, high=1.0),
+        metadata=about("share of the memory tier that one tenant may hold", low=0.0, high=1.0),
     )
     kv_cache_bits: int = field(
         default=EXACT_BITS,
-        metadata=_about("bits of a stored number: 16 keeps it as it is, 8 and 4 are approximate"),
+        metadata=about("bits of a stored number: 16 keeps it as it is, 8 and 4 are approximate"),
     )
     disk_cache_dir: str | None = field(
         default=None,
-        metadata=_about("folder of a disk tier below memory, which outlives the process"),
+        metadata=about("folder of a disk tier below memory, which outlives the process"),
     )
     max_disk_bytes: int = field(
-        default=16384 * MIB, metadata=_about("budget of the disk tier, in bytes", low=MIB)
+        default=16384 * MIB, metadata=about("budget of the disk tier, in bytes", low=MIB)
     )
     cache_url: str | None = field(
         default=None,
-        metadata=_about(
+        metadata=about(
             "tiers below memory, nearest first, separated by blanks: file:///folder, "
             "redis://host:port, rediss://, unix://, mooncake://host:port"
         ),
     )
     tier_deadline_ms: int = field(
         default=500,
-        metadata=_about("the most that a request waits for a tier below memory", low=1),
+        metadata=about("the most that a request waits for a tier below memory", low=1),
     )
     max_chunks: int | None = field(
-        default=None, metadata=_about("the most chunks to keep in memory; None: no limit", low=1)
+        default=None, metadata=about("the most chunks to keep in memory; None: no limit", low=1)
     )
     deterministic: bool = field(
         default=False,
-        metadata=_about("prefill in fixed pieces, so that cold and warm runs are equal bit by bit"),
+        metadata=about("prefill in fixed pieces, so that cold and warm runs are equal bit by bit"),
     )
     piece_tokens: int = field(
         default=512,
-        metadata=_about(
+        metadata=about(
             "tokens in a piece of deterministic prefill, a multiple of chunk_size", low=8
         ),
     )
     max_batch_size: int = field(
-        default=16, metadata=_about("requests that are computed together at most", low=1)
+        default=16, metadata=about("requests that are computed together at most", low=1)
     )
     max_queue_size: int = field(
-        default=256, metadata=_about("requests that may wait for the batch", low=1)
+        default=256, metadata=about("requests that may wait for the batch", low=1)
     )
     batch_window_ms: int = field(
         default=0,
-        metadata=_about("how long an idle batch waits for company before it starts", low=0),
+        metadata=about("how long an idle batch waits for company before it starts", low=0),
     )
     block_size: int = field(
-        default=16, metadata=_about("tokens in a block of working K/V", low=1, high=4096)
+        default=16, metadata=about("tokens in a block of working K/V", low=1, high=4096)
     )
     num_blocks: int | None = field(
         default=None,
-        metadata=_about(
+        metadata=about(
             "blocks of K/V for running requests; None: as many bytes as max_cache_bytes", low=1
+        ),
+    )
+    prepack_weights: bool = field(
+        default=False,
+        metadata=about(
+            "keep a second copy of the weights that makes batches faster (bfloat16 on CPUs)"
         ),
     )
     strict: bool = field(
         default=True,
-        metadata=_about("raise UnsupportedModel when certification fails; False: go without reuse"),
+        metadata=about("raise UnsupportedModel when certification fails; False: go without reuse"),
+    )
+    backend: str = field(
+        default="auto",
+        metadata=about(f"working memory of the batch: {', '.join(map(repr, BACKENDS))}"),
     )
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
-            _check(each, getattr(self, each.name))
+            check_range(each, getattr(self, each.name))
         check_reuse(self.reuse)
         if self.recompute_strategy not in STRATEGIES:
             raise ConfigError(
                 f"recompute_strategy={self.recompute_strategy!r}: expected one of "
                 f"{', '.join(STRATEGIES)}"
             )
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"backend={self.backend!r}: expected one of {', '.join(BACKENDS)}")
         for name in ("disk_cache_dir", "cache_url"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str | os.PathLike) and str(value)):
@@ -221,7 +237,12 @@ def check_reuse(value: object) -> ReuseMode:
     return value  # type: ignore[return-value]
 
 
-def _check(option: dataclasses.Field[Any], value: Any) -> None:
+def check_range(option: dataclasses.Field[Any], value: Any) -> None:
+    """Compare a value with its option's type and limits.
+
+    Raises:
+        ConfigError: the message shows name, value and what is allowed.
+    """
     if value is None and option.default is None:
         return
     if isinstance(option.default, bool) and not isinstance(value, bool):

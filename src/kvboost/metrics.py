@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Collection
 
 NAMES = {
     "requests": "requests answered",
@@ -15,6 +16,7 @@ NAMES = {
     "repaired_tokens": "moved prompt tokens that were computed again",
     "audits": "answers on moved K/V that were compared with full prefill",
     "misses": "chunks that had to be computed",
+    "warmed_tokens": "tokens computed ahead of any request",
     "stored_chunks": "chunks put into the store",
     "evicted_chunks": "chunks that left the store to keep its budget",
     "loaded_chunks": "chunks brought into memory from a tier below it",
@@ -23,6 +25,14 @@ NAMES = {
     "damaged_frames": "frames that did not pass their check, which became misses",
 }
 
+MOST_TENANTS = 256  # counted one by one; whoever comes later is counted with the others
+OTHER_TENANTS = "(others)"
+
+
+def counted_as(tenant: str, known: Collection[str]) -> str:
+    """The name that a tenant is counted under beside those that are known."""
+    return tenant if tenant in known or len(known) < MOST_TENANTS else OTHER_TENANTS
+
 
 class Metrics:
     """Thread-safe counters with fixed names."""
@@ -30,15 +40,24 @@ class Metrics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._of_tenants: dict[str, Counter[str]] = {}
 
-    def add(self, name: str, amount: int = 1) -> None:
-        """Raise a counter; the name must be one of `NAMES`."""
+    def add(self, name: str, amount: int = 1, *, tenant: str | None = None) -> None:
+        """Raise a counter, that of a tenant too; the name must be one of `NAMES`."""
         if name not in NAMES:
             raise KeyError(name)
         with self._lock:
             self._counts[name] += amount
+            if tenant is not None:
+                known = counted_as(tenant, self._of_tenants)
+                self._of_tenants.setdefault(known, Counter())[name] += amount
 
     def snapshot(self) -> dict[str, int]:
         """All counters at one moment, zeros included."""
         with self._lock:
             return {name: self._counts[name] for name in NAMES}
+
+    def tenants(self) -> dict[str, Counter[str]]:
+        """The counters of each tenant; those that were never raised are missing."""
+        with self._lock:
+            return {tenant: Counter(counts) for tenant, counts in self._of_tenants.items()}

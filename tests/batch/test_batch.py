@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import random
-import threading
-from concurrent.futures import CancelledError
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fakes import WordTokenizer, words
-from kvboost import ConfigError, KVBoost
+from kvboost import KVBoost
 from kvboost.core import Sampling
-from kvboost.errors import DeadlineExceeded, KVBoostError, QueueFull
 from tiny_models import SUPPORTED, build
 
 pytestmark = pytest.mark.tiny
@@ -34,14 +30,14 @@ def mixed_prompts(count: int, seed: int = 0) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3-two-rotations", "gpt_oss-sinks", "deepseek_v3-mla", "llama-dynamic"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3-two-rotations", "gpt_oss-sinks", "deepseek_v3-mla", "llama-dynamic"]
+)
 @pytest.mark.parametrize("reuse", ["exact", "off"])
 def test_answers_in_a_batch_are_the_answers_alone(name: str, reuse: str) -> None:
     prompts = mixed_prompts(24)
     with engine_of(name) as engine:
-        alone = [
-            engine.generate(p, 12, reuse="off", eos_token_id=None).token_ids for p in prompts
-        ]
+        alone = [engine.generate(p, 12, reuse="off", eos_token_id=None).token_ids for p in prompts]
     with engine_of(name, max_batch_size=7) as engine:
         for _ in range(2):
             tickets = [engine.submit(prompt, GREEDY, reuse=reuse) for prompt in prompts]

@@ -129,11 +129,11 @@ def test_beams_do_not_spoil_the_store(engine: KVBoost) -> None:
 
 
 def test_a_batch_answers_each_prompt_with_its_own_settings(engine: KVBoost) -> None:
-    shared = words(40)
+    shared = words(200)
     prompts = [shared + words(3 + turn, seed=turn) for turn in range(3)]
     results = engine.generate_batch(prompts, 6, per_prompt=[{}, {"max_new_tokens": 2}, {}])
     assert [len(r.token_ids) for r in results] == [6, 2, 6]
-    assert [r.cached_tokens for r in results] == [0, 40, 40]
+    assert [r.cached_tokens for r in results] == [0, 192, 192]
     assert [r.token_ids for r in results] == [
         plain(p, 6)[: len(r.token_ids)] for p, r in zip(prompts, results, strict=True)
     ]
@@ -399,3 +399,19 @@ def test_from_pretrained_and_close(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert model.config._attn_implementation == untouched.config._attn_implementation
     ids = torch.tensor([words(30)])
     assert torch.equal(model(ids).logits, untouched(ids).logits)
+
+
+def test_stats_tell_tenants_apart(engine: KVBoost) -> None:
+    engine.warm(words(32), tenant="warmed")
+    for tenant in ("a", "a", "b"):
+        engine.generate(words(40), 2, tenant=tenant)
+    engine.flush()
+    stats = engine.cache_stats()
+    tenants = stats["tenants"]
+    assert [tenants[name]["requests"] for name in ("a", "b", "warmed")] == [2, 1, 0]
+    assert tenants["a"]["cache_hits"] > 0 == tenants["b"]["cache_hits"]
+    assert tenants["a"]["exact_tokens"] == 39
+    assert tenants["a"]["cache_misses"] == tenants["b"]["cache_misses"] > 0
+    held_bytes = sum(row["memory_bytes"] for row in tenants.values())
+    assert held_bytes == stats["hot_memory_mb"] * 2**20 > 0
+    assert tenants["warmed"]["memory_bytes"] > 0

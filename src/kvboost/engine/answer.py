@@ -63,7 +63,7 @@ def answer(
         output_texts=texts,
         output=output,
     )
-    count(prefilled, num_prompt, parts, looked_up=not note)
+    count(request, prefilled, parts, looked_up=not note)
 
     def later() -> Idle | None:
         if prefilled is None:

@@ -10,19 +10,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tqdm.auto import tqdm
-
 from kvboost.build import build
 from kvboost.config import check_reuse, make_options
 from kvboost.core import ReuseMode, Sampling
 from kvboost.engine.answer import answer
 from kvboost.engine.batch.arguments import sampling_of
-from kvboost.engine.batch.front import BatchFront, result_of
-from kvboost.engine.batch.sequence import Listener
+from kvboost.engine.batch.front import BatchFront
+from kvboost.engine.batch.member import Listener
 from kvboost.engine.batch.ticket import Ticket
+from kvboost.engine.contents import Contents
 from kvboost.engine.explain import explain
-from kvboost.engine.prefill import Terms, bring, warm_up
-from kvboost.engine.prefill import pin as pin_chunks
+from kvboost.engine.prefill import Terms, bring
 from kvboost.engine.request import (
     DEFAULT_NEW_TOKENS,
     Request,
@@ -36,9 +34,11 @@ from kvboost.engine.results import (
     ReuseReport,
     WarmResult,
 )
+from kvboost.engine.stats import cache_stats
 from kvboost.engine.stream import Event, TextStream, text_of
 from kvboost.engine.texts import PREFACE, chat_tokens, texts_to_warm, tokens_of
-from kvboost.engine.verify import PROMPTS, verify, verify_moved
+from kvboost.engine.verify import prompts_to_verify, verify, verify_moved
+from kvboost.engine.warm import warm_all
 from kvboost.engine.worker import Worker
 from kvboost.errors import ConfigError, KVBoostError, UnsupportedModel
 from kvboost.models.hf import HFModel
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 NUM_LOADERS = 4  # requests for which tiers below memory are asked at once
 FLUSH_S = 60.0  # what `flush` waits for these tiers
-MANY_TEXTS = 8  # from here on `warm` shows its progress
 
 
 class KVBoost:
@@ -79,8 +78,14 @@ class KVBoost:
         boundaries = boundary_tokens(tokenizer) if snapped else frozenset()
         self._worker = Worker()
         try:
-            hosted = self._worker.call(partial(HFModel, model, strict=self._options.strict))
-        except UnsupportedModel:
+            host = partial(
+                HFModel,
+                model,
+                strict=self._options.strict,
+                prepacked=self._options.prepack_weights,
+            )
+            hosted = self._worker.call(host)
+        except KVBoostError:
             self._worker.close()
             raise
         try:
@@ -91,7 +96,7 @@ class KVBoost:
             raise
         self._worker.at_end(self._parts.store.tiers.close)
         self._loader = ThreadPoolExecutor(NUM_LOADERS, "kvboost-load")
-        self._front = BatchFront(self._parts, tokenizer, self._worker)
+        self._front = BatchFront(self._parts, tokenizer, self._worker, self._loading)
 
     @classmethod
     def from_pretrained(cls, model: str, *, device: str | None = None, **arguments: Any) -> KVBoost:
@@ -124,15 +129,7 @@ class KVBoost:
         any argument of Transformers' `generate()` works. `tenant` separates stores: one tenant's
         prompts never hit another's. `mode` is `reuse` by the names of the original package.
         """
-        request = self._request(
-            prompt,
-            max_new_tokens=max_new_tokens,
-            documents=documents,
-            mode=mode,
-            reuse=reuse,
-            tenant=tenant,
-            **arguments,
-        )
+        request = self._request(prompt, max_new_tokens, documents, mode, reuse, tenant, **arguments)
         return self._run(request)
 
     def generate_batch(
@@ -156,23 +153,8 @@ class KVBoost:
             self._request(prompt, **{**common, **each})
             for prompt, each in zip(prompts, own, strict=True)
         ]
-        tickets: list[Ticket | None] = []
-        try:
-            for request in requests:
-                sampling = sampling_of(request.arguments, self._parts.model)
-                ticket = None
-                if sampling is not None and not self._parts.model.refusal:
-                    ticket = self._front.enqueue(self._loading(request), sampling, waits=True)
-                tickets.append(ticket)
-            return [
-                self._run(request) if ticket is None else result_of(ticket.result())
-                for request, ticket in zip(requests, tickets, strict=True)
-            ]
-        except BaseException:
-            for ticket in tickets:
-                if ticket is not None:
-                    ticket.cancel()
-            raise
+        samplings = [sampling_of(each.arguments, self._parts.model) for each in requests]
+        return self._front.answer_all(requests, samplings, self._run)
 
     def submit(
         self,
@@ -194,12 +176,8 @@ class KVBoost:
             ConfigError: the prompt and its answer do not fit.
         """
         request = self._request(prompt, documents=documents, reuse=reuse, tenant=tenant)
-        return self._front.enqueue(
-            self._loading(request),
-            sampling or self.default_sampling(),
-            listener=listener,
-            deadline_s=deadline_s,
-        )
+        chosen = sampling or self.default_sampling()
+        return self._front.enqueue(request, chosen, listener=listener, deadline_s=deadline_s)
 
     def default_sampling(self) -> Sampling:
         """What the model's own generation config asks for; greedy if it says nothing."""
@@ -221,15 +199,7 @@ class KVBoost:
         **arguments: Any,
     ) -> TextStream:
         """Like `generate`, but yields the text as it comes."""
-        request = self._request(
-            prompt,
-            max_new_tokens=max_new_tokens,
-            documents=documents,
-            mode=mode,
-            reuse=reuse,
-            tenant=tenant,
-            **arguments,
-        )
+        request = self._request(prompt, max_new_tokens, documents, mode, reuse, tenant, **arguments)
         return TextStream(partial(self._start, request))
 
     def astream(
@@ -244,15 +214,7 @@ class KVBoost:
         **arguments: Any,
     ) -> AsyncIterator[str]:
         """`stream` for asyncio: the event loop stays free while the model computes."""
-        request = self._request(
-            prompt,
-            max_new_tokens=max_new_tokens,
-            documents=documents,
-            mode=mode,
-            reuse=reuse,
-            tenant=tenant,
-            **arguments,
-        )
+        request = self._request(prompt, max_new_tokens, documents, mode, reuse, tenant, **arguments)
         return text_of(partial(self._start, request))
 
     def chat(
@@ -276,14 +238,7 @@ class KVBoost:
         tokens = chat_tokens(
             messages, self.tokenizer, documents, tools=tools, add_generation_prompt=True
         )
-        request = self._request(
-            tokens,
-            max_new_tokens=max_new_tokens,
-            mode=mode,
-            reuse=reuse,
-            tenant=tenant,
-            **arguments,
-        )
+        request = self._request(tokens, max_new_tokens, (), mode, reuse, tenant, **arguments)
         return self._run(replace(request, started_at=started_at))
 
     def warm(
@@ -309,28 +264,18 @@ class KVBoost:
             raise ConfigError(
                 f"position_offset={position_offset}: positions are found by themselves"
             )
-        if ttl_s is not None and not pin:
-            raise ConfigError(f"ttl_s={ttl_s} is how long a pin lasts: it needs pin=True")
-        started = time.perf_counter()
         if anywhere is None:
             is_list = not isinstance(content, str) and bool(content) and isinstance(content[0], str)
             anywhere = is_list and self._options.reuse == "auto"
-        texts = texts_to_warm(content, self.tokenizer, anywhere=anywhere)
-        if not texts or not all(texts):
-            raise ConfigError("there is nothing to warm: a text is empty")
-        before = tokens_of(preface or PREFACE, self.tokenizer) if anywhere else []
-        num_tokens = num_computed = num_pinned = 0
-        for tokens in tqdm(texts, desc="warming", disable=len(texts) < MANY_TEXTS):
-            work = partial(warm_up, tokens, self._parts, before=before, tenant=tenant)
-            num_computed += self._worker.call(work)
-            num_tokens += len(tokens)
-            if pin:
-                pinning = partial(
-                    pin_chunks, before + tokens, self._parts, tenant=tenant, ttl_s=ttl_s
-                )
-                num_pinned += self._worker.call(pinning)
-        total_ms = 1e3 * (time.perf_counter() - started)
-        return WarmResult(len(texts), num_tokens, num_computed, num_pinned, total_ms)
+        return warm_all(
+            texts_to_warm(content, self.tokenizer, anywhere=anywhere),
+            tokens_of(preface or PREFACE, self.tokenizer) if anywhere else [],
+            self._parts,
+            self._worker,
+            tenant=tenant,
+            is_pinned=pin,
+            ttl_s=ttl_s,
+        )
 
     def explain(
         self,
@@ -364,43 +309,24 @@ class KVBoost:
         """
         if self._parts.model.refusal:
             raise UnsupportedModel(self._parts.model.refusal)
-        if isinstance(prompts, str):
-            raise ConfigError("prompts is one text: expected a list of texts")
-        chosen = PROMPTS if prompts is None else prompts
-        tokens = [tokens_of(prompt, self.tokenizer) for prompt in chosen]
-        if prompts is None:  # long enough that whole pieces of deterministic prefill are reused
-            least = self._options.piece_tokens if self._options.deterministic else 0
-            tokens = [each * (1 + least // len(each)) for each in tokens]
+        if check_reuse(reuse) == "off":
+            raise ConfigError("reuse='off': there is nothing to verify")
+        tokens = prompts_to_verify(prompts, self.tokenizer, self._parts)
         answers = [
             self.generate(each, max_new_tokens, reuse="off", do_sample=False).token_ids
             for each in tokens
         ]
-        if check_reuse(reuse) == "off":
-            raise ConfigError("reuse='off': there is nothing to verify")
         check = verify if reuse == "exact" else verify_moved
         return self._worker.call(partial(check, tokens, answers, self._parts))
 
     def cache_stats(self) -> dict[str, Any]:
         """Sizes and counts since the engine was made, at once: `flush` first to miss nothing."""
-        counts, tiers = self._parts.metrics.snapshot(), self._parts.store.tiers
-        memory = tiers.memory.stats()
-        exact, moved = counts["exact_hits"], counts["moved_hits"]
-        chunks = max(1, exact + moved + counts["misses"])
-        return {
-            "hot_chunks": memory.num_entries,
-            "hot_memory_mb": memory.size_bytes / 2**20,
-            "budget_mb": memory.budget_bytes / 2**20,
-            "pinned_chunks": tiers.memory.num_pinned,
-            "cache_hits": exact + moved,
-            "approximate_hits": moved,
-            "cache_misses": counts["misses"],
-            "hit_rate": (exact + moved) / chunks,
-            "exact_hit_rate": exact / chunks,
-            "index_mb": self._parts.store.index.size_bytes / 2**20,
-            "quality": self._parts.guard.snapshot(),
-            "tiers": tiers.stats(),
-            **counts,
-        }
+        return cache_stats(self._parts)
+
+    @property
+    def contents(self) -> Contents:
+        """What is stored: to look at, to pin and to delete."""
+        return Contents(self._parts, self.tokenizer, self._worker)
 
     def flush(self) -> None:
         """Wait until what earlier calls computed is stored and their audits are done."""
@@ -422,7 +348,6 @@ class KVBoost:
     def _request(
         self,
         prompt: Prompt,
-        *,
         max_new_tokens: int | None = None,
         documents: Sequence[str] = (),
         mode: GenerationMode | None = None,

@@ -239,7 +239,7 @@ def keep(
     for span in live:
         if len(span) >= LEAST_MOVED_TOKENS:
             chunks = _split(tokens[span.start : span.stop], parts, first=span.start)
-            space = _space(parts, tenant)
+            space = space_of(tenant, parts)
             names = [content_key(chunk.tokens, space) for chunk in chunks]
             commit_approximate(slots, chunks, names, space, parts.store)
 
@@ -274,7 +274,7 @@ def named_chunks(
     tokens: Sequence[int], parts: Parts, tenant: str
 ) -> tuple[list[Chunk], list[ChunkKeys], Namespace]:
     """The chunks of a prompt with their keys, and the namespace of these."""
-    space = _space(parts, tenant)
+    space = space_of(tenant, parts)
     chunks = _split(tokens, parts)
     return chunks, derive(chunks, space), space
 
@@ -294,6 +294,7 @@ def _from(match: Match, start: int) -> Match:
     return replace(match, span=span, offset=match.offset + skipped)
 
 
-def _space(parts: Parts, tenant: str) -> Namespace:
+def space_of(tenant: str, parts: Parts) -> Namespace:
+    """The namespace of what a tenant stores."""
     codec = parts.store.codec.name
     return namespace(parts.model.fingerprint, tenant, parts.piece_tokens, codec)

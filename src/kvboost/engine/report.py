@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from kvboost.build import Parts
 from kvboost.core import MatchKind, ReusePlan, Run, Span
 from kvboost.engine.prefill import Prefilled
+from kvboost.engine.request import Request
 from kvboost.engine.results import ReuseReport, SpanReport
 from kvboost.policy.cost import Work
 
@@ -59,10 +61,10 @@ def _reason(run: Run) -> str:
 
 
 def count(
-    prefilled: Prefilled[Any] | None, num_prompt: int, parts: Parts, *, looked_up: bool
+    request: Request, prefilled: Prefilled[Any] | None, parts: Parts, *, looked_up: bool
 ) -> None:
     """Raise the counters by a request that ran."""
-    add = parts.metrics.add
+    add, num_prompt = partial(parts.metrics.add, tenant=request.tenant), len(request.tokens)
     add("requests")
     add("prompt_tokens", num_prompt)
     if prefilled is None or not looked_up:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,13 @@ from kvboost.config import EXACT_BITS
 from kvboost.core import MatchKind, ReusePlan
 from kvboost.engine.prefill import Terms, prefill, warm_up
 from kvboost.engine.results import CorrectnessReport, PromptCheck
+from kvboost.engine.texts import tokens_of
+from kvboost.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvboost.engine.texts import Prompt
 
 # Worst KL per answer token. fp32 differs by the order of summation alone; in 16-bit dtypes the
 # same prompt computed in other shapes already differs by up to 0.02 (docs/research-log.md).
@@ -42,6 +50,19 @@ PROMPTS = (
     "    assert moving_average([5], 3) == [5.0]\n\n\n"
     "def moving_maximum(values, width):\n",
 )
+
+
+def prompts_to_verify(
+    prompts: Sequence[Prompt] | None, tokenizer: PreTrainedTokenizerBase, parts: Parts
+) -> list[list[int]]:
+    """Tokens of the caller's prompts, or of built-in ones."""
+    if isinstance(prompts, str):
+        raise ConfigError("prompts is one text: expected a list of texts")
+    if prompts is not None:
+        return [tokens_of(prompt, tokenizer) for prompt in prompts]
+    # Long enough that whole pieces of deterministic prefill are reused.
+    tokens = [tokens_of(prompt, tokenizer) for prompt in PROMPTS]
+    return [each * (1 + (parts.piece_tokens or 0) // len(each)) for each in tokens]
 
 
 def verify(

@@ -6,8 +6,10 @@ from typing import TypeAlias
 
 import torch
 
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+
 Part: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""An output [1, heads, queries, head_dim] and the logarithm of its softmax sum."""
+"""An output [batch, heads, queries, head_dim] and the logarithm of its softmax sum."""
 
 
 def attend(
@@ -16,15 +18,13 @@ def attend(
     value: torch.Tensor,
     scale: float | None,
     *,
-    causal: bool = False,
+    mask: torch.Tensor | None = None,
 ) -> Part:
-    """Attention to one part; `causal`: among as many keys as queries, else to all of them."""
-    if causal:
-        return _flash(query, key, value, scale, causal=True)
+    """Attention of all queries to all keys of one part that `mask` does not hide."""
     # The queries that share a K/V head become rows of one product, so that keys are read once.
-    num_heads, num_queries, head_dim = query.shape[1:]
-    folded = (1, key.shape[1], num_queries * num_heads // key.shape[1], head_dim)
-    output, total = _flash(query.reshape(folded), key, value, scale, causal=False)
+    batch, num_heads, num_queries, head_dim = query.shape
+    folded = (batch, key.shape[1], num_queries * num_heads // key.shape[1], head_dim)
+    output, total = _flash(query.reshape(folded), key, value, 0.0, scale=scale, attn_mask=mask)
     return output.reshape(query.shape), total.reshape(query.shape[:-1])
 
 
@@ -36,9 +36,11 @@ def attend_appended(
     Rows before the first query are seen by all queries; among themselves the queries are causal.
     """
     num_past = key.shape[2] - query.shape[2]
-    own = attend(query, key[:, :, num_past:], value[:, :, num_past:], scale, causal=True)
+    if query.shape[2] == 1:
+        return attend(query, key, value, scale)
+    own = _flash(query, key[:, :, num_past:], value[:, :, num_past:], 0.0, True, scale=scale)  # noqa: FBT003
     if num_past == 0:
-        return own
+        return own[0], own[1]
     return join(attend(query, key[:, :, :num_past], value[:, :, :num_past], scale), own)
 
 
@@ -48,16 +50,3 @@ def join(first: Part, second: Part) -> Part:
     weight = torch.sigmoid(other_total - one_total)[..., None]
     output = torch.lerp(one.float(), other.float(), weight)
     return output, torch.logaddexp(one_total, other_total)
-
-
-def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float | None,
-    *,
-    causal: bool,
-) -> Part:
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
-    output, total = flash(query, key, value, 0.0, causal, scale=scale)
-    return output, total

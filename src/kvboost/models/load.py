@@ -59,6 +59,12 @@ def load(
     return model, tokenizer
 
 
+def limits(model: PreTrainedModel) -> tuple[int, int | None]:
+    """The size of a model's vocabulary, and the most tokens that it reads, if it says so."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return model.get_input_embeddings().num_embeddings, longest
+
+
 def boundary_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids of the tokens that end a line or a sentence."""
     ids = sorted(tokenizer.get_vocab().values())

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from kvboost.core import KVGeometry
 
+SHORT_ROWS = 256  # up to here requests' own rows are copied together
+
 MaskOne = Callable[[int, int, "int | torch.Tensor"], "torch.Tensor | None"]
 """(queries, keys, offset of the queries) -> the mask of one sequence."""
 
@@ -94,7 +96,8 @@ class PackedCache(Cache):
 
     def __init__(self, segments: Sequence[Segment], num_layers: int) -> None:
         super().__init__(layers=[PackedLayer(self, index) for index in range(num_layers)])
-        self.segments = sorted(segments, key=lambda each: id(each.rows.shared))
+        # Who shares rows stands together, and among them those with few rows of their own.
+        self.segments = sorted(segments, key=lambda s: (id(s.rows.shared), not _is_short(s)))
         start = 0
         for segment in self.segments:
             segment.start, segment.stop = start, start + len(segment.tokens)
@@ -110,18 +113,47 @@ class PackedCache(Cache):
         return offset
 
 
+class SharedRun:
+    """Requests that begin alike: they attend once to what they share, then each to its own."""
+
+    def __init__(self, shared: SharedRows, segments: Sequence[Segment]) -> None:
+        self._shared, self._first = shared, segments[0].start
+        self._pieces: list[tuple[list[Segment], torch.Tensor | None]] = []
+        for is_short, run in groupby(segments, key=_is_short):
+            members = list(run)
+            if is_short:
+                self._pieces.append((members, _mask_of_short(members)))
+            else:
+                self._pieces += [([each], None) for each in members]
+
+    def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """Attention of these requests [1, tokens, heads, head_dim]."""
+        outputs, totals = [], []
+        for members, mask in self._pieces:
+            part = query[:, :, members[0].start - self._first : members[-1].stop - self._first]
+            if mask is None:
+                output, total = cascade.attend_appended(part, *members[0].kv, scale)
+            else:
+                output, total = _attend_short(part, members, layer, mask, scale)
+            outputs.append(output.float())
+            totals.append(total)
+        own = (torch.cat(outputs, dim=2), torch.cat(totals, dim=2))
+        joined, _ = cascade.join(cascade.attend(query, *self._shared.layer(layer), scale), own)
+        return joined.to(query.dtype).transpose(1, 2)
+
+
 class PackedMask:
     """The masks of all requests, for the layers that have this kind of mask."""
 
     def __init__(self, cache: PackedCache, mask_one: MaskOne, *, joins: bool) -> None:
         """`joins`: attention to shared and own rows may be computed apart."""
-        self._runs: list[tuple[SharedRows | None, list[Segment]]] = []
+        self._runs: list[tuple[SharedRun | None, list[Segment]]] = []
         self._masks: dict[int, torch.Tensor | None] = {}
         for _, group in groupby(cache.segments, key=lambda each: id(each.rows.shared)):
             segments = list(group)
             shared = segments[0].rows.shared
             if shared is not None and joins and all(s.rows.own.scattered is None for s in segments):
-                self._runs.append((shared, segments))
+                self._runs.append((SharedRun(shared, segments), segments))
                 continue
             self._runs += [(None, [segment]) for segment in segments]
             for segment in segments:
@@ -136,10 +168,10 @@ class PackedMask:
     ) -> torch.Tensor:
         """Attention of the packed row [1, tokens, heads, head_dim]."""
         outputs = []
-        for shared, segments in self._runs:
+        for run, segments in self._runs:
             part = query[:, :, segments[0].start : segments[-1].stop]
-            if shared is not None:
-                outputs.append(_attend_shared(part, shared.layer(layer), segments, scale))
+            if run is not None:
+                outputs.append(run.attend(layer, part, scale))
             else:
                 key, value = _whole(segments[0], layer)
                 outputs.append(attend_one(part, key, value, self._masks[id(segments[0])]))
@@ -184,23 +216,34 @@ def _whole(segment: Segment, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([first_key, key], dim=2), torch.cat([first_value, value], dim=2)
 
 
-def _attend_shared(
-    query: torch.Tensor,
-    shared: tuple[torch.Tensor, torch.Tensor],
-    segments: Sequence[Segment],
-    scale: float | None,
-) -> torch.Tensor:
-    """Attention of requests that begin alike: once to what they share, then each to its own."""
-    outputs, totals = [], []
-    first = segments[0].start
+def _is_short(segment: Segment) -> bool:
+    own = segment.rows.own
+    return segment.rows.shared is not None and len(segment.tokens) == 1 and own.length < SHORT_ROWS
+
+
+def _mask_of_short(segments: Sequence[Segment]) -> torch.Tensor:
+    """Hides what lies behind each request's own rows; makes room for as many rows in all."""
+    lengths = torch.tensor([segment.rows.own.length + 1 for segment in segments])
+    longest = int(lengths.max())
     for segment in segments:
-        part = query[:, :, segment.start - first : segment.stop - first]
-        if part.shape[2] == 1:
-            output, total = cascade.attend(part, *segment.kv, scale)
-        else:
-            output, total = cascade.attend_appended(part, *segment.kv, scale)
-        outputs.append(output.float())
-        totals.append(total)
-    own = (torch.cat(outputs, dim=2), torch.cat(totals, dim=2))
-    joined, _ = cascade.join(cascade.attend(query, *shared, scale), own)
-    return joined.to(query.dtype).transpose(1, 2)
+        if segment.rows.own.capacity < longest:
+            segment.rows.own.grow(-(-longest // 64) * 64)
+    is_hidden = torch.arange(longest) >= lengths[:, None]
+    dtype = segments[0].rows.own.dtype
+    mask = torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, torch.finfo(dtype).min)
+    return mask[:, None, None]
+
+
+def _attend_short(
+    query: torch.Tensor,
+    segments: Sequence[Segment],
+    layer: int,
+    mask: torch.Tensor,
+    scale: float | None,
+) -> cascade.Part:
+    """One token of each request on its few own rows: a copy is cheaper than a kernel for each."""
+    layers = [segment.rows.own.layers[layer] for segment in segments]
+    key = torch.cat([each.keys[:, :, : mask.shape[-1]] for each in layers])
+    value = torch.cat([each.values[:, :, : mask.shape[-1]] for each in layers])
+    output, total = cascade.attend(query.transpose(0, 2), key, value, scale, mask=mask)
+    return output.transpose(0, 2), total.transpose(0, 2)

@@ -91,7 +91,7 @@ class SlotCache(Cache):
 
     def __init__(self, geometry: KVGeometry, capacity: int, device: torch.device) -> None:
         self._geometry = geometry
-        self._dtype = getattr(torch, geometry.dtype)
+        self.dtype = getattr(torch, geometry.dtype)
         self.capacity = capacity
         self.length = 0
         self.exact_stop = sys.maxsize
@@ -102,10 +102,12 @@ class SlotCache(Cache):
         self._scattered_stop = 0
         layers = [SlotLayer(self, index) for index in range(geometry.num_layers)]
         super().__init__(layers=layers)
-        self._buffers = [  # each [planes, batch, heads, capacity, head_dim]
-            torch.empty(
+        # Each [planes, batch, heads, capacity, head_dim]. Rows that were not written yet may lie
+        # behind a mask, where they must be numbers.
+        self._buffers = [
+            torch.zeros(
                 (len(group.planes), 1, group.heads, capacity, group.head_dim),
-                dtype=self._dtype,
+                dtype=self.dtype,
                 device=device,
             )
             for group in geometry.groups
@@ -225,7 +227,7 @@ class SlotCache(Cache):
         """Move to larger buffers."""
         for place, old in enumerate(self._buffers):
             shape = (*old.shape[:3], capacity, old.shape[4])
-            self._buffers[place] = torch.empty(shape, dtype=old.dtype, device=old.device)
+            self._buffers[place] = torch.zeros(shape, dtype=old.dtype, device=old.device)
             self._buffers[place][:, :, :, : self.capacity].copy_(old)
         self.capacity = capacity
         self._hand_out_views()

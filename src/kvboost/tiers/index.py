@@ -9,6 +9,7 @@ import threading
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import islice
 from typing import cast
 
 import numpy as np
@@ -125,6 +126,17 @@ class ChunkIndex:
     def spaces(self) -> list[Namespace]:
         """All namespaces that have stored something."""
         return list(self._known_spaces)
+
+    def entries(self, space: Namespace, limit: int) -> list[Entry]:
+        """Some of the entries of a namespace, at most `limit`."""
+        with self._lock:
+            number = self._space_numbers.get(space)
+            rows = (
+                row
+                for row, said in enumerate(self._tokens)
+                if said is not None and self._spaces[row] == number
+            )
+            return [self._entry(row) for row in islice(rows, limit)]
 
     def before(self, entry: Entry) -> Entry | None:
         """The chunk that an entry was computed after."""

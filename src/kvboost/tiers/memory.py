@@ -126,6 +126,10 @@ class MemoryTier(OwnTier):
         with self._lock:
             return TierStats(len(self._frames), self._size_bytes, self._budget_bytes)
 
+    def held_bytes(self, space: Namespace) -> int:
+        """What one namespace holds of the budget."""
+        return self._held_bytes.get(space, 0)
+
     @property
     def num_pinned(self) -> int:
         """Entries that may not leave now."""

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 from kvboost.build import Parts
 from kvboost.engine.answer import terms_of, why_not
 from kvboost.engine.audit import carry_out, prepare_audit
-from kvboost.engine.batch.live import LivePrompts
+from kvboost.engine.batch.live import LEAST_SHARED, LivePrompts, Owner
+from kvboost.engine.batch.member import Member
 from kvboost.engine.batch.pace import Pace
 from kvboost.engine.batch.queue import FairQueue
-from kvboost.engine.batch.sequence import Sequence
 from kvboost.engine.prefill import Terms, decide, fill, keep, look_up, named_chunks
 from kvboost.engine.report import count, report
 from kvboost.engine.results import Completion, Phases
 from kvboost.errors import DeadlineExceeded
-from kvboost.models.rows import Rows
+from kvboost.models.rows import Rows, SharedRows
 from kvboost.models.sampling import choose
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ class Batch:
     def __init__(self, parts: Parts, add_idle: Callable[[Idle], None]) -> None:
         self._parts, self._add_idle = parts, add_idle
         self._waiting = FairQueue()
-        self._running: list[Sequence] = []
+        self._running: list[Member] = []
         self._live = LivePrompts()
         self._pace = Pace()
         self._num_steps = self._num_answers_stepped = 0
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, member: Member) -> None:
         """Let a request wait for its turn."""
-        self._waiting.add(sequence)
+        self._waiting.add(member)
 
     def step(self) -> float | None:
         """Compute one step if anything can be computed; in how many seconds to call again."""
@@ -64,8 +64,8 @@ class Batch:
                 self._compute(segments)
         except Exception as error:
             log.exception("the batch failed; its requests end with it")
-            for sequence in [*self._running, *self._waiting]:
-                self._fail(sequence, error)
+            for member in [*self._running, *self._waiting]:
+                self._fail(member, error)
         if self._running:
             return 0.0
         return POLL_S if self._waiting else None  # for a tier
@@ -97,127 +97,138 @@ class Batch:
 
     def _drop_unwanted(self) -> None:
         now = time.perf_counter()
-        for sequence in [*self._running, *self._waiting]:
-            if sequence.ticket.is_cancelled:
-                self._fail(sequence, CancelledError("cancelled by its caller"))
-            elif sequence.deadline_at is not None and now > sequence.deadline_at:
-                waited = now - sequence.request.started_at
-                self._fail(sequence, DeadlineExceeded(f"not done after {waited:.1f} s"))
+        for member in [*self._running, *self._waiting]:
+            if member.ticket.is_cancelled:
+                self._fail(member, CancelledError("cancelled by its caller"))
+            elif member.deadline_at is not None and now > member.deadline_at:
+                waited = now - member.request.started_at
+                self._fail(member, DeadlineExceeded(f"not done after {waited:.1f} s"))
 
     def _let_join(self) -> None:
         """Take in requests as long as their prompts fit in the next step."""
         while len(self._running) < self._most_running:
             computing = [each for each in self._running if each.pending]
-            num_decoding = len(self._running) - len(computing)
-            num_pending = sum(len(each.pending) for each in computing)
-            if num_pending >= self._pace.prompt_tokens(num_decoding):
+            if sum(len(each.pending) for each in computing) >= self._room_for_prompts(computing):
                 return
-            sequence = self._waiting.take(self._can_join)
-            if sequence is None:
+            member = self._waiting.take(self._can_join)
+            if member is None:
                 return
             try:
-                self._join(sequence)
+                self._join(member)
             except Exception as error:
                 log.exception("a request could not be started")
-                self._fail(sequence, error)
+                self._fail(member, error)
 
     @property
     def _most_running(self) -> int:
-        """A sequence that rotates its keys unlike others has the batch for itself."""
+        """A member that rotates its keys unlike others has the batch for itself."""
         if self._running and self._is_alone(self._running[0]):
             return 1
         return self._parts.options.max_batch_size if self._parts.piece_tokens is None else 1
 
-    def _is_alone(self, sequence: Sequence) -> bool:
-        return self._parts.model.is_alone(sequence.num_tokens)
+    def _is_alone(self, member: Member) -> bool:
+        return self._parts.model.is_alone(member.num_tokens)
 
-    def _can_join(self, sequence: Sequence) -> bool:
-        loading = sequence.request.loading
+    def _can_join(self, member: Member) -> bool:
+        loading = member.request.loading
         if loading is not None and not loading.done():
             return False
         if not self._running:
             return True
-        if self._is_alone(sequence):
+        if self._is_alone(member):
             return False
         used = sum(each.num_tokens - each.rows.num_shared for each in self._running)
         used += sum({each.rows.shared: each.rows.num_shared for each in self._running}.values())
-        if used + sequence.num_tokens > self._parts.working_tokens:
+        if used + member.num_tokens > self._parts.working_tokens:
             return False
-        return not self._waits_for_another(sequence)
+        return not self._waits_for_another(member)
 
-    def _waits_for_another(self, sequence: Sequence) -> bool:
+    def _waits_for_another(self, member: Member) -> bool:
         """Whether another request computes most of what this one needs right now."""
-        owner, num_alike = self._find_alike(sequence)
-        if owner is None or owner.rows is not None:
+        owner, num_alike = self._find_alike(member)
+        if owner is None or owner.num_ready >= num_alike:
             return False
-        terms = Terms(sequence.request.reuse, sequence.request.tenant)
-        num_known = look_up(sequence.request.tokens, self._parts, terms).num_reused
-        return num_alike - num_known > (len(sequence.request.tokens) - num_known) / 2
+        terms = Terms(member.request.reuse, member.request.tenant)
+        num_stored = look_up(member.request.tokens, self._parts, terms).num_reused
+        num_known = max(num_stored, owner.num_ready)
+        return num_alike - num_known > (len(member.request.tokens) - num_known) / 2
 
-    def _find_alike(self, sequence: Sequence) -> tuple[Any, int]:
-        request, parts = sequence.request, self._parts
+    def _find_alike(self, member: Member) -> tuple[Owner | None, int]:
+        request, parts = member.request, self._parts
         may_share = parts.model.packs and parts.piece_tokens is None and request.reuse != "off"
-        if not may_share or self._is_alone(sequence):
+        if not may_share or self._is_alone(member):
             return None, 0
-        if sequence.names is None:
+        if member.names is None:
             chunks, keys, _ = named_chunks(request.tokens, parts, request.tenant)
-            sequence.names = chunks, keys
-        chunks, keys = sequence.names
+            member.names = chunks, keys
+        chunks, keys = member.names
         return self._live.find(keys, [chunk.span for chunk in chunks])
 
-    def _join(self, sequence: Sequence) -> None:
-        request, parts = sequence.request, self._parts
-        sequence.joined_at = time.perf_counter()
+    def _join(self, member: Member) -> None:
+        request, parts = member.request, self._parts
+        member.joined_at = time.perf_counter()
         if request.loading is not None and request.loading.exception() is not None:
             log.error("loading failed, going on without", exc_info=request.loading.exception())
-        sequence.note = why_not(request, parts.model, sequence.num_tokens)
-        terms, note = terms_of(request, parts, is_refused=bool(sequence.note))
-        sequence.terms, sequence.note = terms, sequence.note or note
-        decision = decide(request.tokens, parts, terms, capacity=sequence.num_tokens)
-        shared = None
-        owner, num_alike = self._find_alike(sequence)
-        if owner is not None and owner.rows is not None and not decision.plan.moved:
-            num_alike = min(num_alike, len(request.tokens) - 1) // SHARED_STEP * SHARED_STEP
-            shared = owner.rows.share(num_alike)
-            assert sequence.names is not None
-            decision = decision.on_shared(*sequence.names, shared.num_rows)
+        member.note = why_not(request, parts.model, member.num_tokens)
+        terms, note = terms_of(request, parts, is_refused=bool(member.note))
+        member.terms, member.note = terms, member.note or note
+        decision = decide(request.tokens, parts, terms, capacity=member.num_tokens)
+        shared = None if decision.plan.moved else self._share(member)
+        if shared is not None and member.names is not None:
+            decision = decision.on_shared(*member.names, shared.num_rows)
         num_own = len(request.tokens) - (shared.num_rows if shared else 0)
-        num_new = min(sequence.sampling.max_new_tokens, FIRST_NEW_ROWS)
+        num_new = min(member.sampling.max_new_tokens, FIRST_NEW_ROWS)
         rows = Rows(parts.model.fresh_slots(num_own + num_new), shared)
-        sequence.start(fill(decision, request.tokens, parts, terms, rows))
-        self._running.append(sequence)
-        if sequence.names is not None:
-            chunks, keys = sequence.names
+        member.start(fill(decision, request.tokens, parts, terms, rows))
+        self._running.append(member)
+        if member.names is not None:
+            chunks, keys = member.names
             exact = sum(chunk.span.stop <= rows.exact_stop for chunk in chunks)
-            self._live.add(sequence.owner, keys[:exact])
+            self._live.add(member.owner, keys[:exact])
 
-    def _next_segments(self) -> dict[Segment, Sequence]:
+    def _share(self, member: Member) -> SharedRows | None:
+        """Rows of another request that begins alike."""
+        owner, num_alike = self._find_alike(member)
+        if owner is None or owner.rows is None:
+            return None
+        most = min(num_alike, owner.num_ready, len(member.request.tokens) - 1)
+        if most < LEAST_SHARED:
+            return None
+        return owner.rows.share(most // SHARED_STEP * SHARED_STEP)
+
+    def _next_segments(self) -> dict[Segment, Member]:
         """One token of each answer, then pieces of prompts: the oldest first, then short ones."""
         computing = [each for each in self._running if each.pending]
         decoding = [each for each in self._running if not each.pending]
         segments = {each.next_segment(1): each for each in decoding}
-        room = self._pace.prompt_tokens(len(decoding))
+        room = self._room_for_prompts(computing)
         # Half of the room is the oldest prompt's, so that short ones cannot hold it up for ever.
-        for sequence in computing[:1]:
+        for member in computing[:1]:
             most = room if len(computing) == 1 else -(-room // 2)
-            most = len(sequence.pending) if self._is_whole(sequence) else most
-            room -= self._add_piece(segments, sequence, most)
-        for sequence in sorted(computing[1:], key=lambda each: len(each.pending)):
+            most = len(member.pending) if self._is_whole(member) else most
+            room -= self._add_piece(segments, member, most)
+        for member in sorted(computing[1:], key=lambda each: len(each.pending)):
             if room > 0:
-                room -= self._add_piece(segments, sequence, room)
+                room -= self._add_piece(segments, member, room)
         return segments
 
-    def _is_whole(self, sequence: Sequence) -> bool:
-        """Whether a prompt must not be cut: its bits or its rotation depend on the piece."""
-        return self._parts.piece_tokens is not None or self._is_alone(sequence)
+    def _room_for_prompts(self, computing: list[Member]) -> int:
+        num_decoding = len(self._running) - len(computing)
+        num_free = self._most_running - len(self._running)
+        num_waiting = len(computing) + min(len(self._waiting), num_free)
+        return self._pace.prompt_tokens(num_decoding, num_waiting)
 
-    def _add_piece(self, segments: dict[Segment, Sequence], sequence: Sequence, most: int) -> int:
-        sequence.was_beside |= len(self._running) > 1
-        segment = sequence.next_segment(most)
-        segments[segment] = sequence
+    def _is_whole(self, member: Member) -> bool:
+        """Whether a prompt must not be cut: its bits or its rotation depend on the piece."""
+        return self._parts.piece_tokens is not None or self._is_alone(member)
+
+    def _add_piece(self, segments: dict[Segment, Member], member: Member, most: int) -> int:
+        member.was_beside |= len(self._running) > 1
+        segment = member.next_segment(most)
+        segments[segment] = member
         return len(segment.tokens)
 
-    def _compute(self, segments: dict[Segment, Sequence]) -> None:
+    def _compute(self, segments: dict[Segment, Member]) -> None:
         started = time.perf_counter()
         num_answers = sum(not s.pending for s in segments.values())
         num_prompt = sum(len(g.tokens) for g, s in segments.items() if not s.output)
@@ -231,92 +242,94 @@ class Batch:
                 choices = choose(rows, choosers)
         except Exception as error:
             log.exception("a step failed; its requests end with it")
-            for sequence in segments.values():
-                self._fail(sequence, error)
+            for member in segments.values():
+                self._fail(member, error)
             return
-        for sequence, choice in zip(ready.values(), choices, strict=True):
-            self._go_on(sequence, choice)
+        for member in segments.values():
+            if not member.output:
+                member.note_ready()
+        for member, choice in zip(ready.values(), choices, strict=True):
+            self._go_on(member, choice)
         self._num_steps += 1
         self._num_answers_stepped += num_answers
         self._pace.observe(time.perf_counter() - started, num_decoding, num_prompt)
 
-    def _go_on(self, sequence: Sequence, choice: Any) -> None:
-        if not sequence.output:
-            self._prompt_is_done(sequence)
+    def _go_on(self, member: Member, choice: Any) -> None:
+        if not member.output:
+            self._prompt_is_done(member)
         try:
-            sequence.accept(choice)
+            member.accept(choice)
         except Exception as error:  # of a listener, a grammar or a tokenizer: one request's matter
             log.exception("an answer could not be continued")
-            self._fail(sequence, error)
+            self._fail(member, error)
             return
-        if sequence.finish_reason is not None:
-            self._finish(sequence)
+        if member.finish_reason is not None:
+            self._finish(member)
 
-    def _prompt_is_done(self, sequence: Sequence) -> None:
-        sequence.owner.rows = sequence.rows
-        prefilled = sequence.prefilled
+    def _prompt_is_done(self, member: Member) -> None:
+        prefilled = member.prefilled
         assert prefilled is not None
-        if not sequence.was_beside:
+        if not member.was_beside:
             self._parts.cost.observe(prefilled.work, time.perf_counter() - prefilled.started_at)
 
-    def _finish(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
-        sequence.ticket.future.set_result(_completion(sequence, self._parts))
-        looked_up = sequence.terms.reuse != "off"
-        count(sequence.prefilled, len(sequence.request.tokens), self._parts, looked_up=looked_up)
+    def _finish(self, member: Member) -> None:
+        self._running.remove(member)
+        member.ticket.future.set_result(_completion(member, self._parts))
+        looked_up = member.terms.reuse != "off"
+        count(member.request, member.prefilled, self._parts, looked_up=looked_up)
         if looked_up:
             try:
-                self._keep(sequence)
+                self._keep(member)
             except Exception:
                 log.exception("storing an answer failed; the answer is not affected")
 
-    def _keep(self, sequence: Sequence) -> None:
-        request, parts, prefilled = sequence.request, self._parts, sequence.prefilled
+    def _keep(self, member: Member) -> None:
+        request, parts, prefilled = member.request, self._parts, member.prefilled
         assert prefilled is not None
-        tokens = [*request.tokens, *sequence.output][: sequence.rows.length]
+        tokens = [*request.tokens, *member.output][: member.rows.length]
         if parts.piece_tokens is not None:
             tokens = request.tokens[: prefilled.pending[0]]
         if tokens:
             keep(prefilled, tokens, parts, tenant=request.tenant)
-        audit = prepare_audit(request, parts, prefilled, sequence.terms, sequence.output)
+        audit = prepare_audit(request, parts, prefilled, member.terms, member.output)
         if audit is not None:
             self._add_idle(carry_out(audit, parts))
 
-    def _fail(self, sequence: Sequence, error: BaseException) -> None:
-        if sequence in self._running:
-            self._running.remove(sequence)
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
-        sequence.ticket.future.set_exception(error)
+    def _fail(self, member: Member, error: BaseException) -> None:
+        if member in self._running:
+            self._running.remove(member)
+        elif member in self._waiting:
+            self._waiting.remove(member)
+        member.ticket.future.set_exception(error)
 
 
-def _completion(sequence: Sequence, parts: Parts) -> Completion:
-    request, prefilled = sequence.request, sequence.prefilled
-    assert prefilled is not None and sequence.finish_reason is not None
-    first_at, last_at = (request.started_at + sequence.token_times[i] for i in (0, -1))
+def _completion(member: Member, parts: Parts) -> Completion:
+    request, prefilled = member.request, member.prefilled
+    assert prefilled is not None and member.finish_reason is not None
+    first_at, last_at = (request.started_at + member.token_times[i] for i in (0, -1))
     lookup_s, load_s = prefilled.lookup_ms / 1e3, prefilled.load_ms / 1e3
     return Completion(
-        text=sequence.text,
-        token_ids=tuple(sequence.output),
-        finish_reason=sequence.finish_reason,
+        text=member.text,
+        token_ids=tuple(member.output),
+        finish_reason=member.finish_reason,
         prompt_tokens=len(request.tokens),
         cached_tokens=prefilled.num_cached,
-        reuse=report(prefilled, len(request.tokens), parts, sequence.note, first_at),
+        reuse=report(prefilled, len(request.tokens), parts, member.note, first_at),
         phases=Phases(
-            queue=sequence.joined_at - request.started_at,
+            queue=member.joined_at - request.started_at,
             lookup=lookup_s,
             load=load_s,
-            prefill=first_at - sequence.joined_at - lookup_s - load_s,
+            prefill=first_at - member.joined_at - lookup_s - load_s,
             decode=last_at - first_at,
         ),
-        logprobs=tuple(sequence.logprobs),
-        token_times=tuple(sequence.token_times),
+        logprobs=tuple(member.logprobs),
+        token_times=tuple(member.token_times),
     )
 
 
-def _buffer_sizes(running: list[Sequence]) -> tuple[int, int]:
+def _buffer_sizes(running: list[Member]) -> tuple[int, int]:
     """Bytes and rows of the buffers in use, shared ones once."""
     buffers: dict[int, tuple[int, int]] = {}
-    for sequence in running:
-        buffers |= sequence.rows.buffers()
+    for member in running:
+        buffers |= member.rows.buffers()
     return sum(size for size, _ in buffers.values()), sum(rows for _, rows in buffers.values())

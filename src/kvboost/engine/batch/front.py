@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvboost.build import Parts
 from kvboost.core import Sampling
 from kvboost.engine.batch.batch import Batch
-from kvboost.engine.batch.sequence import Listener, Sequence
+from kvboost.engine.batch.member import Listener, Member
 from kvboost.engine.batch.ticket import Ticket
 from kvboost.engine.request import Request
 from kvboost.engine.results import Completion, GenerationResult
@@ -24,8 +25,15 @@ if TYPE_CHECKING:
 class BatchFront:
     """Holds the places of the batch and its queue. Thread-safe."""
 
-    def __init__(self, parts: Parts, tokenizer: PreTrainedTokenizerBase, worker: Worker) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        tokenizer: PreTrainedTokenizerBase,
+        worker: Worker,
+        start_loading: Callable[[Request], Request],
+    ) -> None:
         self._parts, self._tokenizer, self._worker = parts, tokenizer, worker
+        self._start_loading = start_loading
         self._batch = Batch(parts, worker.add_idle)
         worker.run_steadily(self._batch.step)
         options = parts.options
@@ -48,8 +56,8 @@ class BatchFront:
         """
         if self._parts.model.refusal:
             raise UnsupportedModel(self._parts.model.refusal)
-        sequence = Sequence(
-            request=request,
+        member = Member(
+            request=self._start_loading(request),
             sampling=sampling,
             tokenizer=self._tokenizer,
             end_tokens=self._parts.model.end_tokens,
@@ -57,20 +65,44 @@ class BatchFront:
             deadline_at=None if deadline_s is None else request.started_at + deadline_s,
         )
         most = self._parts.working_tokens
-        if sequence.num_tokens > most:
+        if member.num_tokens > most:
             raise ConfigError(
                 f"a prompt of {len(request.tokens)} tokens with {sampling.max_new_tokens} new ones "
                 f"does not fit: there is room for {most} (num_blocks, max_cache_bytes)"
             )
         if not self._places.acquire(blocking=waits):
             raise QueueFull(f"{self._parts.options.max_queue_size} requests wait already")
-        sequence.ticket.future.add_done_callback(self._leave)
+        member.ticket.future.add_done_callback(self._leave)
         try:
-            self._worker.post(partial(self._batch.add, sequence))
+            self._worker.post(partial(self._batch.add, member))
         except BaseException as error:
-            sequence.ticket.future.set_exception(error)
+            member.ticket.future.set_exception(error)
             raise
-        return sequence.ticket
+        return member.ticket
+
+    def answer_all(
+        self,
+        requests: Sequence[Request],
+        samplings: Sequence[Sampling | None],
+        run_alone: Callable[[Request], GenerationResult],
+    ) -> list[GenerationResult]:
+        """The answers in order; a request without sampling runs alone, after the others began."""
+        tickets: list[Ticket | None] = []
+        try:
+            for request, sampling in zip(requests, samplings, strict=True):
+                ticket = None
+                if sampling is not None and not self._parts.model.refusal:
+                    ticket = self.enqueue(request, sampling, waits=True)
+                tickets.append(ticket)
+            return [
+                run_alone(request) if ticket is None else _result_of(ticket.result())
+                for request, ticket in zip(requests, tickets, strict=True)
+            ]
+        except BaseException:
+            for ticket in tickets:
+                if ticket is not None:
+                    ticket.cancel()
+            raise
 
     def stats(self) -> dict[str, Any]:
         """Sizes now, and counts since the engine was made."""
@@ -80,7 +112,7 @@ class BatchFront:
         self._places.release()
 
 
-def result_of(completion: Completion) -> GenerationResult:
+def _result_of(completion: Completion) -> GenerationResult:
     """An answer of the batch in the words of `generate`."""
     times = completion.token_times
     return GenerationResult(

@@ -17,9 +17,10 @@ LEAST_SHARED = 128  # tokens; below, attention in two parts costs more than it s
 
 @dataclass(eq=False)
 class Owner:
-    """A prompt of the batch: its rows can be shared once all of them are there."""
+    """A prompt of the batch, and how many of its first rows are there to be shared."""
 
     rows: Rows | None = None
+    num_ready: int = 0
 
 
 class LivePrompts:

@@ -16,13 +16,18 @@ class Pace:
         self._decode_s: float | None = None
         self._token_s: float | None = None
 
-    def prompt_tokens(self, num_decoding: int) -> int:
-        """The most prompt tokens for a step beside `num_decoding` answers."""
+    def prompt_tokens(self, num_decoding: int, num_waiting: int) -> int:
+        """The most prompt tokens for a step beside `num_decoding` answers.
+
+        Where more requests wait for their first token than for their next one, they may take
+        more of a step.
+        """
         if num_decoding == 0:
             return MOST_TOKENS
         if self._decode_s is None or self._token_s is None:
             return FIRST_TOKENS
-        wanted = EXTRA * self._decode_s / self._token_s
+        share = EXTRA * max(1.0, num_waiting / num_decoding)
+        wanted = share * self._decode_s / self._token_s
         return int(min(MOST_TOKENS, max(LEAST_TOKENS, wanted)))
 
     def observe(self, seconds: float, num_decoding: int, num_prompt_tokens: int) -> None:

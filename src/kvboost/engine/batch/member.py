@@ -25,7 +25,7 @@ Listener = Callable[[Delta], None]
 
 
 @dataclass(eq=False)
-class Sequence:
+class Member:
     """State of a request; all of it belongs to the engine's thread but for the ticket."""
 
     request: Request
@@ -69,6 +69,13 @@ class Sequence:
     def start(self, prefilled: Prefilled[Rows]) -> None:
         """Join the batch."""
         self.prefilled, self.pending = prefilled, list(prefilled.pending)
+        self.owner.rows = prefilled.slots
+        self.note_ready()
+
+    def note_ready(self) -> None:
+        """Let others share what is computed of the prompt, as far as it is exact."""
+        first = self.pending[0] if self.pending else len(self.request.tokens)
+        self.owner.num_ready = min(first, self.rows.exact_stop)
 
     def next_segment(self, most: int) -> Segment:
         """What it computes in the next step: at most that many of its prompt, or one token."""
@@ -80,8 +87,13 @@ class Sequence:
         if positions[-1] - positions[0] + 1 == len(positions):
             places = range(positions[0], positions[-1] + 1)
         assert self.prefilled is not None
-        own = Span(positions[0], positions[-1] + 1)
-        self.rows.own.correct(_within(self.prefilled.corrected, own), positions)
+        before = self.rows.num_shared
+        piece = Span(positions[0], positions[-1] + 1)
+        spans = _within(self.prefilled.corrected, piece)
+        self.rows.own.correct(
+            [Span(span.start - before, span.stop - before) for span in spans],
+            [place - before for place in positions],
+        )
         return Segment(self.rows, [self.request.tokens[place] for place in places], places)
 
     def accept(self, choice: Choice) -> None:

@@ -1,0 +1,163 @@
+"""The answers of one HTTP request while the engine computes them: from its thread to asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from starlette.requests import Request
+
+from kvboost.core import ReuseMode, Sampling
+from kvboost.engine.batch.ticket import Ticket
+from kvboost.engine.results import Completion, Delta
+
+if TYPE_CHECKING:
+    from kvboost.engine.engine import KVBoost
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """An answer to be computed."""
+
+    tokens: Sequence[int]
+    sampling: Sampling
+    reuse: ReuseMode | None
+
+
+class ClientGone(Exception):
+    """Nobody waits for the response any more."""
+
+
+class Answers:
+    """Several answers that run at once; what comes of them is waited for in one place.
+
+    Pieces that a slow reader has not fetched are joined, so that no more than the answers' own text
+    waits for it; `max_new_tokens` bounds that. The engine never waits for a reader.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._tickets: list[Ticket] = []
+        self._pending: list[tuple[int, Delta | Future[Completion]]] = []
+        self._wake = asyncio.Event()
+        self._error: BaseException | None = None
+
+    def start(self, engine: KVBoost, asks: Sequence[Ask], tenant: str, deadline_s: float) -> None:
+        """Hand all to the engine, or none.
+
+        Raises:
+            KVBoostError: the engine does not take one of them.
+        """
+        for index, ask in enumerate(asks):
+            try:
+                ticket = engine.submit(
+                    ask.tokens,
+                    ask.sampling,
+                    reuse=ask.reuse,
+                    tenant=tenant,
+                    deadline_s=deadline_s,
+                    listener=partial(self._post, index),
+                )
+            except BaseException:
+                self.cancel()
+                raise
+            self._tickets.append(ticket)
+            ticket.future.add_done_callback(partial(self._post, index))
+
+    def cancel(self) -> None:
+        """Stop computing: nobody wants the answers."""
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    def cut(self, error: BaseException) -> None:
+        """End with an error for whoever reads."""
+        self._error = error
+        self._wake.set()
+        self.cancel()
+
+    async def events(self) -> AsyncIterator[tuple[int, Delta | Completion]]:
+        """Pieces and, at the end of each answer, the whole of it; the number of the answer first.
+
+        Raises:
+            BaseException: what ended an answer, or what `cut` was given.
+        """
+        num_left = len(self._tickets)
+        while num_left:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._error is not None:
+                raise self._error
+            pending, self._pending = self._pending, []
+            for index, event in _joined(pending):
+                if isinstance(event, Future):
+                    num_left -= 1
+                    yield index, event.result()
+                else:
+                    yield index, event
+
+    async def completions(self) -> list[Completion]:
+        """All answers, once they are whole."""
+        ends = {i: end async for i, end in self.events() if isinstance(end, Completion)}
+        return [ends[index] for index in sorted(ends)]
+
+    def _post(self, index: int, event: Delta | Future[Completion]) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._arrive, index, event)
+
+    def _arrive(self, index: int, event: Delta | Future[Completion]) -> None:
+        self._pending.append((index, event))
+        self._wake.set()
+
+
+def _joined(
+    pending: Sequence[tuple[int, Delta | Future[Completion]]],
+) -> list[tuple[int, Delta | Future[Completion]]]:
+    """The same with the pieces of each answer joined to one."""
+    pieces: dict[int, list[Delta]] = {}
+    ends: list[tuple[int, Delta | Future[Completion]]] = []
+    for index, event in pending:
+        if isinstance(event, Delta):
+            pieces.setdefault(index, []).append(event)
+        else:
+            ends.append((index, event))
+    joined = [(index, _join(parts)) for index, parts in pieces.items()]
+    return [*joined, *ends]
+
+
+def _join(parts: Sequence[Delta]) -> Delta:
+    return Delta(
+        text="".join(part.text for part in parts),
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        logprobs=tuple(each for part in parts for each in part.logprobs),
+    )
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Wait for some work, but give it up when the client goes.
+
+    Raises:
+        ClientGone: it went.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def disconnected(request: Request) -> None:
+    """Wait until the client goes; the body has been read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,303 @@
+"""The endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+from fastapi import Depends, FastAPI, Query
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvboost import __version__
+from kvboost.engine.texts import chat_tokens, tokens_of
+from kvboost.errors import KVBoostError
+from kvboost.server.answers import unless_gone
+from kvboost.server.bodies import CacheBody, ChatBody, CompletionBody, Message, WarmBody
+from kvboost.server.exchange import Exchange, Running
+from kvboost.server.gate import REQUEST_ID, Gate
+from kvboost.server.keys import KeyRing
+from kvboost.server.options import ServerOptions
+from kvboost.server.plans import Plan, Planner, Served
+from kvboost.server.problems import Problem, ShuttingDown, invalid, problem_of, refused
+from kvboost.server.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from kvboost.engine.engine import KVBoost
+    from kvboost.server.grammar import Grammars
+
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/v1/warm": WarmBody,
+    "/v1/cache/pin": CacheBody,
+    "/v1/cache/delete": CacheBody,
+}
+Routes: TypeAlias = tuple[tuple[str, str, Callable[..., Any]], ...]
+MOST_LISTED = 10_000  # chunks
+
+
+class Error(BaseModel):
+    """OpenAI's error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's error body."""
+
+    error: Error
+
+
+STATUSES = {
+    400: "a parameter is wrong or cannot be applied",
+    401: "no API key, or a wrong one",
+    403: "the API key is not an administrator's, or the host name is not this machine's",
+    404: "no such path or model",
+    405: "no such method",
+    413: "the body is too large",
+    429: "over the limits of the API key",
+    500: "a fault of the server",
+    503: "the queue is full, or the server shuts down",
+    504: "not done within the deadline",
+}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": text} for status, text in STATUSES.items()
+}
+ERRORS["default"] = {"model": ErrorBody, "description": "any other error"}
+
+
+class Endpoints:
+    """What the paths do."""
+
+    def __init__(
+        self,
+        engine: KVBoost,
+        planner: Planner,
+        running: Running,
+        telemetry: Telemetry,
+        model: Served,
+    ) -> None:
+        self._engine = engine
+        self._planner = planner
+        self._running = running
+        self._telemetry = telemetry
+        self._model = model
+        self._created_at = int(time.time())
+        # One thread: neither tokenizers nor chat templates are safe to use from several.
+        self._preparing = ThreadPoolExecutor(1, "kvboost-prepare")
+
+    def add_to(self, app: FastAPI) -> None:
+        """Give each path what it does."""
+        everybodys: Routes = (
+            ("/health", "GET", self.health),
+            ("/ready", "GET", self.ready),
+            ("/v1/models", "GET", self.models),
+            ("/v1/models/{name:path}", "GET", self.one_model),
+            ("/v1/completions", "POST", self.completion),
+            ("/v1/chat/completions", "POST", self.chat),
+        )
+        administrators: Routes = (
+            ("/metrics", "GET", self.metrics),
+            ("/v1/stats", "GET", self.stats),
+            ("/v1/warm", "POST", self.warm),
+            ("/v1/cache", "GET", self.cached),
+            ("/v1/cache/pin", "POST", self.pin),
+            ("/v1/cache/delete", "POST", self.delete),
+        )
+        for routes, needs in ((everybodys, []), (administrators, [Depends(_need_admin)])):
+            for path, method, endpoint in routes:
+                app.add_api_route(
+                    path,
+                    endpoint,
+                    methods=[method],
+                    dependencies=needs,
+                    responses=ERRORS,
+                    response_model=None,
+                )
+
+    async def health(self) -> Response:
+        """Whether the process lives."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """Whether requests are taken."""
+        if self._running.is_draining:
+            raise ShuttingDown
+        return JSONResponse({"status": "ready"})
+
+    async def metrics(self) -> Response:
+        """Counters and histograms for Prometheus."""
+        body, content_type = self._telemetry.render()
+        return Response(body, headers={"content-type": content_type})
+
+    async def models(self) -> Response:
+        """The one model."""
+        return JSONResponse({"object": "list", "data": [self._card]})
+
+    async def one_model(self, name: str) -> Response:
+        """The one model, by its name."""
+        if name != self._model.name:
+            reason = f"the model {name!r} does not exist"
+            raise Problem(404, reason, param="model", code="model_not_found")
+        return JSONResponse(self._card)
+
+    async def completion(self, body: CompletionBody, request: Request) -> Response:
+        """Continue prompts."""
+        return await self._answer(request, partial(self._planner.completion, body))
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """Answer a conversation."""
+        return await self._answer(request, partial(self._planner.chat, body))
+
+    async def stats(self) -> Response:
+        """The batch and the cache now."""
+        return JSONResponse(
+            {
+                "model": self._model.name,
+                "version": __version__,
+                "requests": {**self._telemetry.summary(), "num_now": len(self._running)},
+                "batch": self._engine.batch_stats(),
+                "engine": self._engine.cache_stats(),
+            }
+        )
+
+    async def warm(self, body: WarmBody, request: Request) -> Response:
+        """Read texts before they are needed."""
+        content: Any = body.text or body.texts or _plain(body.messages)
+        warming = partial(
+            self._engine.warm,
+            content,
+            anywhere=body.anywhere,
+            preface=body.preface,
+            pin=body.pin,
+            ttl_s=body.ttl_s,
+            tenant=_tenant(body.tenant, request),
+        )
+        return JSONResponse(dataclasses.asdict(await asyncio.to_thread(warming)))
+
+    async def cached(
+        self,
+        request: Request,
+        tenant: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = 100,
+    ) -> Response:
+        """What is stored for a tenant."""
+        listing = partial(self._engine.contents.chunks, _tenant(tenant, request), limit)
+        return JSONResponse({"object": "list", "data": await asyncio.to_thread(listing)})
+
+    async def pin(self, body: CacheBody, request: Request) -> Response:
+        """Keep what is stored of a text from leaving."""
+        if body.everything:
+            raise refused("everything cannot be pinned", "everything")
+        tokens = await self._prepared(partial(self._tokens, body))
+        pinning = partial(self._engine.contents.pin, tokens, ttl_s=body.ttl_s)
+        num = await asyncio.to_thread(pinning, tenant=_tenant(body.tenant, request))
+        return JSONResponse({"num_pinned": num})
+
+    async def delete(self, body: CacheBody, request: Request) -> Response:
+        """Forget what is stored of a text, or everything of a tenant; pinned chunks stay."""
+        if body.ttl_s is not None:
+            raise refused("ttl_s is how long a pin lasts", "ttl_s")
+        tokens = None
+        if not body.everything:
+            tokens = await self._prepared(partial(self._tokens, body))
+        deleting = partial(self._engine.contents.delete, tokens)
+        num = await asyncio.to_thread(deleting, tenant=_tenant(body.tenant, request))
+        return JSONResponse({"num_deleted": num})
+
+    @property
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._created_at,
+            "owned_by": "kvboost",
+            "max_model_len": self._model.context_tokens,
+        }
+
+    async def _answer(self, request: Request, make_plan: Callable[[], Plan]) -> Response:
+        plan = await unless_gone(request, self._prepared(make_plan))
+        return Exchange(plan, self._running)
+
+    async def _prepared(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
+
+    def _tokens(self, body: CacheBody) -> list[int]:
+        if body.text is not None:
+            return tokens_of(body.text, self._engine.tokenizer)
+        return chat_tokens(_plain(body.messages), self._engine.tokenizer)
+
+
+def make_app(
+    engine: KVBoost,
+    options: ServerOptions,
+    telemetry: Telemetry,
+    grammars: Grammars,
+    *,
+    model: Served,
+    keys: KeyRing | None = None,
+) -> FastAPI:
+    """The whole application; `app.state.running` is what a shutdown drains."""
+    app = FastAPI(title="KVBoost", version=__version__, docs_url=None, redoc_url=None)
+    keys = KeyRing() if keys is None else keys
+    running = app.state.running = Running(engine, options.request_deadline_s)
+    planner = Planner(engine.tokenizer, options, model, grammars)
+    Endpoints(engine, planner, running, telemetry, model).add_to(app)
+    app.add_middleware(Gate, keys=keys, options=options, running=running, telemetry=telemetry)
+    if options.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", REQUEST_ID],
+            expose_headers=[REQUEST_ID],
+        )
+    app.add_exception_handler(HTTPException, _tell)
+    app.add_exception_handler(KVBoostError, _tell)
+    app.add_exception_handler(RequestValidationError, _tell)
+    return app
+
+
+async def _tell(request: Request, error: Exception) -> Response:
+    """Any refusal in OpenAI's shape."""
+    if isinstance(error, RequestValidationError):
+        problem = invalid(error.errors(), BODIES.get(request.url.path))
+    else:
+        problem = problem_of(error) or _plain_problem(error)
+    request.state.outcome.error = problem.code or problem.kind
+    return problem.response
+
+
+def _plain_problem(error: Exception) -> Problem:
+    assert isinstance(error, HTTPException)
+    names = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}
+    code = names.get(error.status_code)
+    return Problem(error.status_code, str(error.detail), code=code)
+
+
+async def _need_admin(request: Request) -> None:
+    if not request.state.caller.is_admin:
+        raise Problem(403, "this path needs an administrator's API key", code="not_admin")
+
+
+def _tenant(named: str | None, request: Request) -> str:
+    """Whose cache an administrator means."""
+    tenant: str = request.state.caller.tenant
+    return tenant if named is None else named
+
+
+def _plain(messages: list[Message] | None) -> list[dict[str, Any]]:
+    return [message.plain for message in messages or ()]

@@ -1,0 +1,190 @@
+"""One request and its response, from the first token to the last byte, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from kvboost.engine.results import Completion, Delta
+from kvboost.server.answers import Answers, ClientGone, unless_gone
+from kvboost.server.keys import Caller
+from kvboost.server.plans import Plan
+from kvboost.server.problems import ShuttingDown, internal, problem_of
+from kvboost.server.replies import account, event, headers
+
+if TYPE_CHECKING:
+    from kvboost.engine.engine import KVBoost
+
+STALL_S = 60.0  # a reader that takes nothing for so long is cut off
+DONE = b"data: [DONE]\n\n"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Outcome:
+    """What became of a request, for the telemetry."""
+
+    request_id: str
+    tenant: str = ""
+    status: int = 0  # 0: nothing was sent yet
+    is_stream: bool = False
+    error: str = ""
+    finish_reason: str = ""
+    completions: list[Completion] = field(default_factory=list)
+
+
+class Running:
+    """The requests that are being answered."""
+
+    def __init__(self, engine: KVBoost, deadline_s: float) -> None:
+        self._engine = engine
+        self._deadline_s = deadline_s
+        self._answers: set[Answers] = set()
+        self.is_draining = False
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def cut(self) -> None:
+        """End all with an error."""
+        for answers in list(self._answers):
+            answers.cut(ShuttingDown())
+
+    @contextmanager
+    def answering(self, plan: Plan, caller: Caller, outcome: Outcome) -> Iterator[Answers]:
+        """Answers that are computed as long as the context lasts, on their caller's account."""
+        caller.charge_tokens(plan.num_tokens)
+        answers = Answers()
+        try:
+            answers.start(self._engine, plan.asks, caller.tenant, self._deadline_s)
+            self._answers.add(answers)
+            yield answers
+        finally:
+            self._answers.discard(answers)
+            answers.cancel()
+            # A client that went has used its prompt at least.
+            num_new = sum(len(each.token_ids) for each in outcome.completions)
+            caller.give_back_tokens(plan.num_tokens - plan.prompt_tokens - num_new)
+
+
+class Exchange(Response):
+    """The response that computes itself while it is sent.
+
+    Nothing is sent before the first token is there: what fails until then has its own status.
+    """
+
+    def __init__(self, plan: Plan, running: Running) -> None:
+        super().__init__()
+        self._plan = plan
+        self._running = running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Compute and send; what fails before the first byte is raised."""
+        request = Request(scope, receive)
+        outcome: Outcome = request.state.outcome
+        outcome.is_stream = self._plan.is_stream
+        with self._running.answering(self._plan, request.state.caller, outcome) as answers:
+            if self._plan.is_stream:
+                await self._stream(request, answers, outcome, send)
+            else:
+                outcome.completions = await unless_gone(request, answers.completions())
+                await self._whole(outcome)(scope, receive, send)
+
+    def _whole(self, outcome: Outcome) -> Response:
+        plan, answers = self._plan, outcome.completions
+        firsts = plan.firsts(answers)
+        body = plan.reply.whole(plan.kept(answers), account(firsts, answers))
+        outcome.finish_reason = str(body["choices"][0]["finish_reason"])
+        return JSONResponse(body, headers=headers(firsts))
+
+    async def _stream(
+        self, request: Request, answers: Answers, outcome: Outcome, send: Send
+    ) -> None:
+        events = answers.events()
+        first = await unless_gone(request, anext(events))
+        pieces = self._pieces(first, events, outcome)
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [
+                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"cache-control", b"no-cache"),
+                    (b"x-accel-buffering", b"no"),
+                ],
+            }
+        )
+        await unless_gone(request, self._send(pieces, send))
+
+    async def _send(self, pieces: AsyncIterator[bytes], send: Send) -> None:
+        async for piece in pieces:
+            message = {"type": "http.response.body", "body": piece, "more_body": True}
+            try:
+                await asyncio.wait_for(send(message), STALL_S)
+            except asyncio.TimeoutError:
+                raise ClientGone from None
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pieces(
+        self,
+        first: tuple[int, Delta | Completion],
+        events: AsyncIterator[tuple[int, Delta | Completion]],
+        outcome: Outcome,
+    ) -> AsyncIterator[bytes]:
+        """The events of the stream; an error ends it as an event of its own."""
+        plan = self._plan
+        whole: dict[int, Completion] = {}
+        try:
+            for choice in plan.reply.opening(len(plan.asks)):
+                yield plan.reply.chunk([choice], **self._no_usage)
+            for chunk in self._chunks(*first, whole, outcome):
+                yield chunk
+            async for index, each in events:
+                for chunk in self._chunks(index, each, whole, outcome):
+                    yield chunk
+        except Exception as error:
+            yield self._told(error, outcome)
+            return
+        answers = [whole[index] for index in sorted(whole)]
+        if plan.has_usage:
+            yield plan.reply.chunk([], **account(plan.firsts(answers), answers))
+        yield DONE
+
+    def _chunks(
+        self,
+        index: int,
+        each: Delta | Completion,
+        whole: dict[int, Completion],
+        outcome: Outcome,
+    ) -> Iterator[bytes]:
+        reply = self._plan.reply
+        if isinstance(each, Delta):
+            choices = reply.piece(index, each)
+        else:
+            whole[index] = each
+            outcome.completions.append(each)
+            choices = reply.ending(index, each)
+        for choice in choices:
+            outcome.finish_reason = choice["finish_reason"] or outcome.finish_reason
+            yield reply.chunk([choice], **self._no_usage)
+
+    @property
+    def _no_usage(self) -> dict[str, Any]:
+        return {"usage": None} if self._plan.has_usage else {}
+
+    def _told(self, error: Exception, outcome: Outcome) -> bytes:
+        problem = problem_of(error)
+        if problem is None:
+            log.error("request %s failed", outcome.request_id, exc_info=error)
+            problem = internal(outcome.request_id)
+        outcome.error = problem.code or problem.kind
+        return b"event: error\n" + event(problem.body)

@@ -1,0 +1,187 @@
+"""Answers that must have a form: JSON schemas and tool calls -> the tokens that may come next."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.hf import from_tokenizer
+
+from kvboost.errors import ConfigError
+from kvboost.server.tools import CLOSE, OPEN
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Schemas come from clients. Where these figures come from: docs/adr/0018-structured-output.md.
+MAX_SCHEMA_BYTES = 128 * 2**10  # of one request: all tools together
+MAX_DEPTH = 64  # lists and objects within each other
+MAX_ENTRIES = 1000  # of one list or object: properties, enum
+MAX_BRANCHES = 100  # of one anyOf, allOf or oneOf
+MAX_COMPILE_S = 2.0
+MAX_CACHED = 32  # compiled grammars
+LIMITS = LLParserLimits(
+    step_lexer_fuel=50_000,  # a mask takes some 50 ms at most; usual ones a thousandth of it
+    max_lexer_states=20_000,  # about 40 MB
+    verbose_errors=False,
+)
+
+# Intersections of regular expressions can take time that is exponential in their number.
+INTERSECTING = re.compile(r'"(allOf|format|multipleOf|pattern|patternProperties)":')
+TRIAL = (
+    "import sys; from llguidance import LLMatcher;"
+    "sys.stdout.write(LLMatcher.validate_grammar(sys.stdin.read()))"
+)
+
+# Text that must follow is not looked for ahead: we decode token by token, and a constant of
+# 100 KB would be walked through for every token of it.
+OPTIONS = '%llguidance {"no_forcing": true}\n'
+# A model that has lost its way writes blanks for ever if it may. 40: a line break and nine levels.
+LAYOUT = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Grammars:
+    """What answers of one model must form. Each is compiled once; safe for threads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+        try:
+            tokens = from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)))
+        except ValueError as error:
+            raise ConfigError(f"no structured output with this tokenizer: {error}") from error
+        self._vocab_size = vocab_size
+        self._compiled = lru_cache(MAX_CACHED)(lambda text: _compile(text, tokens))
+
+    def json_schema(self, schema: Mapping[str, Any] | None) -> TokenGrammar:
+        """JSON that fits a schema; any JSON object for None.
+
+        Raises:
+            ConfigError: the schema is wrong, too big, or has features that are not supported.
+        """
+        return self._grammar(["@part0"], [ANY_OBJECT if schema is None else schema])
+
+    def tool_call(
+        self, tools: Sequence[Mapping[str, Any]], name: str | None = None
+    ) -> TokenGrammar:
+        """One call of one of the tools, or of the one with that name.
+
+        Raises:
+            ConfigError: as `json_schema`, for the parameters of a tool.
+        """
+        rules, schemas = [], []
+        for function in (tool["function"] for tool in tools):
+            if name not in (None, function["name"]):
+                continue
+            schema = function.get("parameters") or NO_PARAMETERS
+            if not isinstance(schema, Mapping) or schema.get("type") != "object":
+                raise ConfigError(f"the parameters of {function['name']} are not of type object")
+            head = f'{OPEN}\n{{"name": {_json(function["name"])}, "arguments": '
+            rules.append(f"{_json(head)} @part{len(rules)} {_json('}' + chr(10) + CLOSE)}")
+            schemas.append(schema)
+        return self._grammar(rules, schemas)
+
+    def _grammar(self, rules: list[str], schemas: list[Mapping[str, Any]]) -> TokenGrammar:
+        check_schema(schemas)
+        grammars: list[dict[str, Any]] = [
+            {"lark_grammar": f"{OPTIONS}start: {' | '.join(rules)}"},
+            *(
+                {"name": f"part{number}", "json_schema": {**schema, "x-guidance": LAYOUT}}
+                for number, schema in enumerate(schemas)
+            ),
+        ]
+        # Keys are not sorted: properties come in the order of the schema.
+        return TokenGrammar(self._compiled(_json({"grammars": grammars})), self._vocab_size)
+
+
+class TokenGrammar:
+    """A `kvboost.core.Grammar`: where one answer stands in what it must form."""
+
+    def __init__(self, compiled: LLMatcher, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = compiled.deep_copy(), vocab_size
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer is complete, and nothing may follow."""
+        return self._matcher.is_stopped()
+
+    def restrict(self, logits: torch.Tensor) -> None:
+        """Set the logits [vocabulary] of all tokens that may not come next to -inf, in place.
+
+        Raises:
+            ConfigError: the grammar takes too much work from here on.
+        """
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        _check(self._matcher)
+        allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
+        logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), float("-inf"))
+
+    def accept(self, token: int) -> None:
+        """Go on with a token that was chosen; a forbidden one is a ConfigError."""
+        self._matcher.consume_token(token)
+        _check(self._matcher)
+
+
+def check_schema(schema: object) -> None:
+    """Refuse what is too big, before anything walks through it by recursion."""
+    level: list[tuple[str, object]] = [("", schema)]
+    for depth in range(MAX_DEPTH + 2):
+        below: list[tuple[str, object]] = []
+        for key, part in level:
+            if isinstance(part, Mapping | list):
+                is_choice = key in ("allOf", "anyOf", "oneOf")
+                most = MAX_BRANCHES if is_choice else MAX_ENTRIES
+                if len(part) > most:
+                    raise ConfigError(f"schema: {key or 'a list'} of {len(part)}, at most {most}")
+                below.extend(part.items() if isinstance(part, Mapping) else (("", p) for p in part))
+        if not below:
+            break
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"schema: more than {MAX_DEPTH} levels within each other")
+        level = below
+    try:
+        size_bytes = len(_json(schema))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"schema: not JSON: {error}") from error
+    if size_bytes > MAX_SCHEMA_BYTES:
+        raise ConfigError(f"schema: {size_bytes} bytes, at most {MAX_SCHEMA_BYTES}")
+
+
+def _compile(text: str, tokens: LLTokenizer) -> LLMatcher:
+    if INTERSECTING.search(text):
+        _try_elsewhere(text)
+    matcher = LLMatcher(tokens, text, log_level=0, limits=LIMITS)
+    _check(matcher)
+    matcher.compute_bitmask()  # a schema that nothing fits is found here, not by the engine
+    _check(matcher)
+    return matcher
+
+
+def _try_elsewhere(text: str) -> None:
+    """Compile in a process that can be ended: a thread in the library could not be."""
+    command = [sys.executable, "-c", TRIAL]
+    try:
+        subprocess.run(command, input=text.encode(), capture_output=True, timeout=MAX_COMPILE_S)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"schema: not compiled within {MAX_COMPILE_S:g} s") from None
+
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        # It may show a whole pattern, or advise options that clients do not have.
+        reason = matcher.get_error().removesuffix("<non-verbose/>").strip()
+        reason = reason.rpartition("\nerror: ")[2].partition(". Enable")[0][:500]
+        reason = "nothing fits it" if "NoExtension" in reason else reason
+        raise ConfigError(f"schema: {reason}")
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

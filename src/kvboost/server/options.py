@@ -1,0 +1,244 @@
+"""Server options, once: flags, KVBOOST_* variables, the config file and help come from the fields.
+
+A flag wins over a variable, a variable over the file, the file over the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import ipaddress
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from kvboost.config import MIB, Options, about, check_range, unknown_option
+from kvboost.errors import ConfigError
+from kvboost.server.logs import LogStyle
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PREFIX = "KVBOOST_"
+WORDS = {"true": True, "yes": True, "on": True, "1": True} | {
+    "false": False, "no": False, "off": False, "0": False
+}  # fmt: skip
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?)B|B)?")
+POWERS = {None: 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """What `kvboost serve` takes besides the engine's options."""
+
+    model: str = field(default="", metadata=about("name or folder of the model"))
+    served_model_name: str | None = field(
+        default=None, metadata=about("its name for clients; None: the last part of --model")
+    )
+    host: str = field(default="127.0.0.1", metadata=about("address to listen at"))
+    port: int = field(
+        default=8000, metadata=about("port to listen at; 0: any free one", low=0, high=65535)
+    )
+    device: str | None = field(
+        default=None, metadata=about("cpu, cuda, cuda:1 ...; None: a GPU if there is one")
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+        default="auto", metadata=about("of the weights; 'auto': as they are stored")
+    )
+    warm: tuple[str, ...] = field(
+        default=(), metadata=about("file whose text is read before the first request")
+    )
+    workers: int = field(
+        default=1, metadata=about("processes; only 1: one process owns the model", low=1)
+    )
+    api_keys: str | None = field(
+        default=None, metadata=about("file of API keys, made with `kvboost keys new`")
+    )
+    allow_anonymous: bool = field(
+        default=False, metadata=about("serve other machines although there are no API keys")
+    )
+    cors_origin: tuple[str, ...] = field(
+        default=(), metadata=about("origin whose web pages may call this server")
+    )
+    max_body_bytes: int = field(
+        default=8 * MIB, metadata=about("size of a request's body at most", low=1)
+    )
+    max_prompt_tokens: int | None = field(
+        default=None, metadata=about("tokens of a prompt at most; None: what fits", low=1)
+    )
+    max_new_tokens: int = field(default=4096, metadata=about("tokens of an answer at most", low=1))
+    request_deadline_s: float = field(
+        default=600.0, metadata=about("seconds after which a request is given up", low=0.001)
+    )
+    drain_s: float = field(
+        default=30.0,
+        metadata=about("seconds that running requests have left after SIGTERM", low=0.0),
+    )
+    log_format: LogStyle = field(
+        default="auto",
+        metadata=about("of the log on standard error; 'auto': text on a terminal, else json"),
+    )
+
+    def __post_init__(self) -> None:
+        for each, hint in _fields(ServerOptions):
+            value = getattr(self, each.name)
+            check_range(each, value)
+            _check_text(each.name, hint, value)
+        if not self.model:
+            raise ConfigError("model='': expected the name or folder of a model (--model)")
+        if self.workers != 1:
+            raise ConfigError(
+                f"workers={self.workers}: expected 1, because one process owns the model and "
+                "batches all requests; for more, start several servers behind a balancer"
+            )
+        if not (self.api_keys or self.allow_anonymous or self.is_local):
+            raise ConfigError(
+                f"host={self.host!r}: without --api-keys, other machines are served only with "
+                "--allow-anonymous"
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can connect."""
+        return is_loopback(self.host)
+
+    @property
+    def model_name(self) -> str:
+        """The model's name for clients."""
+        return self.served_model_name or self.model.rstrip("/").rpartition("/")[2] or self.model
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address means this machine alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give a parser a flag for every option; what is not given is not in its result."""
+    parser.add_argument("--config", default=argparse.SUPPRESS, help="TOML file with options")
+    for title, options in (("server", ServerOptions), ("engine", Options)):
+        group = parser.add_argument_group(title)
+        for each, hint in _fields(options):
+            given: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(each, hint)}
+            if hint is bool:
+                given["action"] = argparse.BooleanOptionalAction
+            elif get_origin(hint) is tuple:
+                given |= {"action": "append", "metavar": "VALUE"}
+            else:
+                given["metavar"] = "SIZE" if each.name.endswith("_bytes") else "VALUE"
+            group.add_argument(_flag(each.name), **given)
+
+
+def read_options(
+    flags: Mapping[str, Any], environ: Mapping[str, str]
+) -> tuple[ServerOptions, Options]:
+    """The options of the server and of its engine, from all sources.
+
+    Raises:
+        ConfigError: an unknown name or a wrong value; the message says where it stands.
+    """
+    hints = {each.name: hint for kind in KINDS for each, hint in _fields(kind)}
+    found: dict[str, tuple[Any, str]] = {}  # value as written, where
+    path = flags.get("config") or environ.get(f"{PREFIX}CONFIG")
+    if path:
+        found |= _from_file(path, hints)
+    for name in hints:
+        if environ.get(_variable(name)):
+            found[name] = (environ[_variable(name)], f"variable {_variable(name)}")
+    found |= {name: (flags[name], f"flag {_flag(name)}") for name in hints if name in flags}
+    values = {name: _value(name, hints[name], written) for name, (written, _) in found.items()}
+    made = []
+    for kind in KINDS:
+        own = {each.name: values[each.name] for each, _ in _fields(kind) if each.name in values}
+        try:
+            made.append(kind(**own))
+        except ConfigError as error:
+            places = [f"{n} is from {at}" for n, (_, at) in found.items() if f"{n}=" in str(error)]
+            raise ConfigError("; ".join([str(error), *places])) from None
+    return made[0], made[1]
+
+
+KINDS: tuple[Any, ...] = (ServerOptions, Options)
+
+
+def _fields(kind: Any) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
+    """The fields of an option class, with their types (without None)."""
+    hints = get_type_hints(kind)
+    for each in dataclasses.fields(kind):
+        hint = hints[each.name]
+        if type(None) in get_args(hint):
+            hint = next(one for one in get_args(hint) if one is not type(None))
+        yield each, hint
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _variable(name: str) -> str:
+    return PREFIX + name.upper()
+
+
+def _help(each: dataclasses.Field[Any], hint: Any) -> str:
+    default = each.default
+    if each.name.endswith("_bytes") and isinstance(default, int):
+        default = f"{default // MIB}MiB"
+    notes = [_variable(each.name)]
+    if get_origin(hint) is Literal:
+        notes.insert(0, "one of " + ", ".join(get_args(hint)))
+    if get_origin(hint) is tuple:
+        notes.insert(0, "may be repeated")
+    elif default not in (None, ""):
+        notes.insert(0, f"default: {default}")
+    return f"{each.metadata['help']} ({'; '.join(notes)})".replace("%", "%%")
+
+
+def _from_file(path: str, known: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"config file {path}: {error}") from None
+    for name in table:
+        if name not in known:
+            raise ConfigError(f"config file {path}: {unknown_option(name, known)}")
+    return {name: (value, f"config file {path}") for name, value in table.items()}
+
+
+def _value(name: str, hint: Any, written: Any) -> Any:
+    """What was written, in the option's type; as it is where that fails: checks will tell."""
+    if get_origin(hint) is tuple:
+        several = written.split() if isinstance(written, str) else written
+        return tuple(several) if isinstance(several, list) else several
+    if not isinstance(written, str):
+        return float(written) if hint is float and type(written) is int else written
+    if hint is bool:
+        return WORDS.get(written.lower(), written)
+    if hint in (int, float):
+        if written.lower() == "none":
+            return None
+        size = SIZE.fullmatch(written) if name.endswith("_bytes") else None
+        if size:
+            return int(float(size[1]) * (1024 if size[3] else 1000) ** POWERS[size[2]])
+        try:
+            return hint(written)
+        except ValueError:
+            return written
+    return written
+
+
+def _check_text(name: str, hint: Any, value: Any) -> None:
+    if get_origin(hint) is Literal and value not in get_args(hint):
+        raise ConfigError(f"{name}={value!r}: expected one of {', '.join(get_args(hint))}")
+    if hint is str and value is not None and not isinstance(value, str):
+        raise ConfigError(f"{name}={value!r}: expected a text")
+    is_list = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
+    if get_origin(hint) is tuple and not is_list:
+        raise ConfigError(f"{name}={value!r}: expected a list of texts")

@@ -1,0 +1,244 @@
+"""From a body to what is computed: tokens, sampling, and the shape of the reply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from kvboost.core import Grammar, Sampling
+from kvboost.engine.results import Completion
+from kvboost.engine.texts import chat_tokens, tokens_of
+from kvboost.errors import ConfigError
+from kvboost.server.answers import Ask
+from kvboost.server.bodies import (
+    MAX_SEED,
+    ChatBody,
+    CompletionBody,
+    ObjectFormat,
+    Sampled,
+    SchemaFormat,
+)
+from kvboost.server.options import ServerOptions
+from kvboost.server.problems import Problem, refused
+from kvboost.server.replies import ChatReply, CompletionReply, Reply
+from kvboost.server.tools import prepare
+
+if TYPE_CHECKING:
+    from kvboost.server.grammar import Grammars
+
+COMPLETION_TOKENS = 16  # of an answer, where a client of /v1/completions names no limit
+LEAST_TOP_P = 1e-6  # the likeliest token always stays
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model as clients see it."""
+
+    name: str
+    vocab_size: int
+    context_tokens: int | None = None  # prompt and answer together; None: no limit is known
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a request asks for; the answers to a prompt stand together."""
+
+    asks: tuple[Ask, ...]
+    num_each: int  # answers to each prompt
+    num_kept: int  # of which these are returned
+    reply: Reply
+    is_stream: bool
+    has_usage: bool
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts, each counted once."""
+        return sum(len(ask.tokens) for ask in self.firsts(self.asks))
+
+    @property
+    def num_tokens(self) -> int:
+        """The most that the request can take."""
+        return self.prompt_tokens + sum(ask.sampling.max_new_tokens for ask in self.asks)
+
+    def firsts(self, each: Sequence[Any]) -> Sequence[Any]:
+        """Of things of all answers, those of the first answer to each prompt."""
+        return each[:: self.num_each]
+
+    def kept(self, answers: Sequence[Completion]) -> list[tuple[int, Completion]]:
+        """The answers that are returned, numbered: all, or the likeliest for each prompt."""
+        if self.num_kept == self.num_each:
+            return list(enumerate(answers))
+        best: list[Completion] = []
+        for start in range(0, len(answers), self.num_each):
+            group = answers[start : start + self.num_each]
+            best += sorted(group, key=_mean_logprob, reverse=True)[: self.num_kept]
+        return list(enumerate(best))
+
+
+class Planner:
+    """Makes plans. Used by one thread: tokenizers and templates are not safe with several."""
+
+    def __init__(
+        self, tokenizer: Any, options: ServerOptions, model: Served, grammars: Grammars
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._model = model
+        self._grammars = grammars
+
+    def completion(self, body: CompletionBody) -> Plan:
+        """The plan of /v1/completions."""
+        self._check_model(body.model)
+        num_kept = body.n or 1
+        num_each = max(num_kept, body.best_of or 1)
+        top_logprobs = body.logprobs
+        if num_each > num_kept and top_logprobs is None:
+            top_logprobs = 0
+        asks: list[Ask] = []
+        echoes: list[str] = []
+        for prompt in body.prompts:
+            tokens = tokens_of(prompt, self._tokenizer, body.documents or ())
+            wanted = body.max_tokens or min(COMPLETION_TOKENS, self._options.max_new_tokens)
+            num_new = self._room(tokens, wanted, "max_tokens")
+            asks += self._asks(body, tokens, num_new, [None] * num_each, top_logprobs)
+            written = prompt if isinstance(prompt, str) else self._tokenizer.decode(tokens)
+            echoes += [written if body.echo else ""] * num_kept
+        has_logprobs = body.logprobs is not None
+        reply = CompletionReply(self._model.name, echoes, has_logprobs=has_logprobs)
+        return self._plan(body, asks, num_each, num_kept, reply)
+
+    def chat(self, body: ChatBody) -> Plan:
+        """The plan of /v1/chat/completions."""
+        self._check_model(body.model)
+        tokens = self._chat_tokens(body)
+        name = "max_tokens" if body.max_tokens else "max_completion_tokens"
+        num_new = self._room(tokens, body.max_tokens or body.max_completion_tokens, name)
+        top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        num = body.n or 1
+        grammars = [self._grammar(body) for _ in range(num)]
+        reply = ChatReply(
+            self._model.name,
+            has_logprobs=bool(body.logprobs),
+            has_tools=bool(body.active_tools),
+            is_parallel=body.parallel_tool_calls is not False,
+        )
+        asks = self._asks(body, tokens, num_new, grammars, top_logprobs)
+        return self._plan(body, asks, num, num, reply)
+
+    def _plan(
+        self, body: Sampled, asks: Sequence[Ask], num_each: int, num_kept: int, reply: Reply
+    ) -> Plan:
+        return Plan(
+            asks=tuple(asks),
+            num_each=num_each,
+            num_kept=num_kept,
+            reply=reply,
+            is_stream=bool(body.stream),
+            has_usage=body.stream_options is not None and body.stream_options.include_usage,
+        )
+
+    def _asks(
+        self,
+        body: Sampled,
+        tokens: Sequence[int],
+        num_new: int,
+        grammars: Sequence[Grammar | None],
+        top_logprobs: int | None,
+    ) -> list[Ask]:
+        """The answers to one prompt; with a seed, each has its own."""
+        bias = self._bias(body.logit_bias or {})
+        return [
+            Ask(
+                tokens,
+                Sampling(
+                    max_new_tokens=num_new,
+                    temperature=1.0 if body.temperature is None else body.temperature,
+                    top_k=max(0, body.top_k or 0),
+                    top_p=1.0 if body.top_p is None else max(body.top_p, LEAST_TOP_P),
+                    min_p=body.min_p or 0.0,
+                    seed=None if body.seed is None else (body.seed + number) % MAX_SEED,
+                    presence_penalty=body.presence_penalty or 0.0,
+                    frequency_penalty=body.frequency_penalty or 0.0,
+                    repetition_penalty=body.repetition_penalty or 1.0,
+                    logit_bias=bias,
+                    stop=body.stops,
+                    ignore_eos=bool(body.ignore_eos),
+                    top_logprobs=top_logprobs,
+                    grammar=grammar,
+                ),
+                body.reuse,
+            )
+            for number, grammar in enumerate(grammars)
+        ]
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._model.name):
+            reason = f"the model {name!r} does not exist; this server has {self._model.name!r}"
+            raise Problem(404, reason, param="model", code="model_not_found")
+
+    def _chat_tokens(self, body: ChatBody) -> list[int]:
+        messages = [message.plain for message in body.messages]
+        choice = body.named_tool or body.tool_choice or "auto"
+        ready = prepare(messages, body.active_tools, choice, self._tokenizer)
+        try:
+            return chat_tokens(
+                ready.messages,
+                self._tokenizer,
+                body.documents or (),
+                add_generation_prompt=True,
+                **ready.arguments,
+            )
+        except ConfigError:
+            raise
+        except (TemplateError, ValueError, TypeError) as error:
+            reason = f"the model's chat template does not take these messages: {error}"
+            raise Problem(400, reason, param="messages", code="invalid_value") from None
+
+    def _grammar(self, body: ChatBody) -> Grammar | None:
+        if body.active_tools and (body.named_tool or body.tool_choice == "required"):
+            return self._grammars.tool_call(body.active_tools, body.named_tool)
+        if isinstance(body.response_format, ObjectFormat):
+            return self._grammars.json_schema(None)
+        if isinstance(body.response_format, SchemaFormat):
+            return self._grammars.json_schema(body.response_format.json_schema.schema_ or {})
+        return None
+
+    def _room(self, tokens: Sequence[int], wanted: int | None, param: str) -> int:
+        """How many tokens an answer may have."""
+        num_prompt, most = len(tokens), self._options.max_new_tokens
+        if max(tokens) >= self._model.vocab_size:
+            raise refused(f"token {max(tokens)} is not in the vocabulary", "prompt")
+        longest = self._options.max_prompt_tokens
+        if longest is not None and num_prompt > longest:
+            raise _too_long(f"the prompt has {num_prompt} tokens, at most {longest} are allowed")
+        if wanted is not None and wanted > most:
+            raise refused(f"{param}={wanted}: at most {most} are allowed", param)
+        if self._model.context_tokens is None:
+            return wanted or most
+        room = self._model.context_tokens - num_prompt
+        if room < (wanted or 1):
+            asked = f" and {wanted} new ones" if wanted else ""
+            raise _too_long(
+                f"the prompt has {num_prompt} tokens{asked}, the model's context "
+                f"{self._model.context_tokens}"
+            )
+        return wanted or min(most, room)
+
+    def _bias(self, written: dict[str, float]) -> dict[int, float]:
+        bias = {}
+        for name, value in written.items():
+            if not (name.isascii() and name.isdigit() and int(name) < self._model.vocab_size):
+                raise refused(f"logit_bias: {name!r} is not a token id", "logit_bias")
+            bias[int(name)] = value
+        return bias
+
+
+def _too_long(message: str) -> Problem:
+    return Problem(400, message, param="messages", code="context_length_exceeded")
+
+
+def _mean_logprob(answer: Completion) -> float:
+    return sum(each.logprob for each in answer.logprobs) / max(1, len(answer.logprobs))

@@ -1,0 +1,175 @@
+"""From options to a running server, and its orderly end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from kvboost.config import Options
+from kvboost.errors import ConfigError, KVBoostError
+from kvboost.server.app import make_app
+from kvboost.server.exchange import Running
+from kvboost.server.keys import KeyRing, read_keys
+from kvboost.server.logs import configure
+from kvboost.server.options import ServerOptions, add_flags, read_options
+from kvboost.server.plans import Served
+from kvboost.server.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from kvboost.engine.engine import KVBoost
+    from kvboost.server.grammar import Grammars
+
+GRACE_S = 5.0  # for the error events of requests that are cut off
+KEEP_ALIVE_S = 15
+
+
+class DrainingServer(uvicorn.Server):
+    """Lets running requests finish for a while once it is told to end, then cuts them off."""
+
+    def __init__(
+        self, config: uvicorn.Config, running: Running, drain_s: float, greeting: str = ""
+    ) -> None:
+        """`greeting` is said once connections are taken."""
+        super().__init__(config)
+        self._running = running
+        self._drain_s = drain_s
+        self._greeting = greeting
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to take connections, and say so."""
+        await super().startup(sockets)
+        _say(self._greeting)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End, or on a second Ctrl+C end at once.
+
+        The signal is not raised again afterwards, as uvicorn would do: the engine is still to be
+        closed, and an end that was asked for is no failure.
+        """
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more, and give what runs its time."""
+        self._running.is_draining = True
+        cutting = asyncio.get_running_loop().call_later(self._drain_s, self._running.cut)
+        await super().shutdown(sockets)
+        cutting.cancel()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`kvboost-server`; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="kvboost-server", description=ABOUT, allow_abbrev=False)
+    add_flags(parser)
+    try:
+        return run(parser.parse_args(arguments))
+    except (KVBoostError, OSError, UnicodeDecodeError) as error:
+        sys.stderr.write(f"kvboost-server: {error}\n")
+        return 1
+
+
+ABOUT = "Serves a model with OpenAI's API. An option is taken from its flag, else from its \
+variable, else from the file of --config."
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Load the model and serve it until a signal ends that."""
+    from kvboost.server.grammar import Grammars  # noqa: PLC0415  (loads torch)
+
+    options, engine_options = read_options(vars(flags), os.environ)
+    keys = KeyRing(read_keys(options.api_keys) if options.api_keys else ())
+    configure(options.log_format)
+    texts = [Path(name).read_text(encoding="utf-8") for name in options.warm]
+    bound = _bind(options)  # a port that is taken is known before a model is loaded
+    engine, model = _load(options, engine_options)
+    try:
+        if texts:
+            with _told(f"warming {len(texts)} texts"):
+                engine.warm(texts)
+        grammars = Grammars(engine.tokenizer, model.vocab_size)
+        return serve(engine, options, grammars, model=model, keys=keys, bound=bound)
+    finally:
+        engine.close()
+
+
+def serve(
+    engine: KVBoost,
+    options: ServerOptions,
+    grammars: Grammars,
+    *,
+    model: Served,
+    keys: KeyRing,
+    bound: socket.socket,
+) -> int:
+    """Serve at a bound socket until a signal comes; returns the exit code."""
+    telemetry = Telemetry(engine, model=model.name)
+    app = make_app(engine, options, telemetry, grammars, model=model, keys=keys)
+    config = uvicorn.Config(
+        app,
+        access_log=False,
+        log_config=None,
+        log_level="warning",
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(options.drain_s + GRACE_S) + 1,
+        ws="none",
+    )
+    host, port = bound.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    greeting = f"serving {model.name} at http://{shown}:{port}\n"
+    DrainingServer(config, app.state.running, options.drain_s, greeting).run([bound])
+    return 0
+
+
+def _bind(options: ServerOptions) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {options.host}:{options.port}: {error}") from None
+    bound.set_inheritable(True)
+    return bound
+
+
+def _load(options: ServerOptions, engine_options: Options) -> tuple[KVBoost, Served]:
+    """The engine, and what clients are to know of its model."""
+    with _told(f"loading {options.model}"):
+        from kvboost.engine.engine import KVBoost  # noqa: PLC0415  (loads torch)
+        from kvboost.models.load import limits, load  # noqa: PLC0415
+
+        model, tokenizer = load(options.model, options.device, {"dtype": options.dtype})
+    with _told("certifying"):
+        engine = KVBoost(model, tokenizer, **dataclasses.asdict(engine_options))
+    vocab_size, longest = limits(model)
+    room = engine.batch_stats()["kv_capacity_tokens"]
+    return engine, Served(options.model_name, vocab_size, min(room, longest or room))
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Say what takes so long, and how long it took."""
+    started = time.perf_counter()
+    _say(f"{what} ...\n")
+    yield
+    _say(f"{what}: {time.perf_counter() - started:.1f} s\n")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()

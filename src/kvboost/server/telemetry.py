@@ -1,0 +1,205 @@
+"""What is told of each request: metrics, a log line, spans, and the figures of the last minute."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvboost.engine.results import Completion
+from kvboost.metrics import counted_as
+from kvboost.server import metrics
+from kvboost.server.logs import log_fields
+from kvboost.server.metrics import Metric, Stats
+from kvboost.server.recent import Recent
+from kvboost.server.tracing import PHASES, Tracing, provider_from_environment
+
+log = logging.getLogger("kvboost.request")
+
+
+class Engine(Protocol):
+    """What telemetry asks an engine for."""
+
+    def cache_stats(self) -> dict[str, Any]:
+        """Sizes and counts of what is stored."""
+
+    def batch_stats(self) -> dict[str, Any]:
+        """What runs and waits."""
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """A request that has ended, well or not."""
+
+    request_id: str
+    endpoint: str  # the route, never the path as it came: it is a label of metrics
+    tenant: str
+    model: str
+    status: int
+    is_stream: bool
+    started_at: float  # epoch seconds
+    total_s: float
+    error: str = ""  # OpenAI error type or code, empty if none
+    finish_reason: str = ""  # "stop" | "length" | "tool_calls" | "cancelled" | ""
+    completions: tuple[Completion, ...] = ()  # several for n > 1
+    traceparent: str = ""  # the W3C header of the request
+
+    @property
+    def is_error(self) -> bool:
+        """Whether something went wrong, also after a stream had started with status 200.
+
+        A caller who went away is none.
+        """
+        return self.finish_reason != "cancelled" and (self.status >= 400 or bool(self.error))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, which all answers have in common."""
+        return self.completions[0].prompt_tokens if self.completions else 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed for the first answer."""
+        return self.completions[0].cached_tokens if self.completions else 0
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(len(answer.token_ids) for answer in self.completions)
+
+    @property
+    def first_token_s(self) -> list[float]:
+        """Of each answer, when its first token was there."""
+        return [answer.token_times[0] for answer in self.completions if answer.token_times]
+
+    @property
+    def gaps_s(self) -> list[list[float]]:
+        """Of each answer, the times between its tokens."""
+        return [[b - a for a, b in pairwise(each.token_times)] for each in self.completions]
+
+
+class Telemetry:
+    """Counts, logs and traces requests; each has a registry of its own."""
+
+    def __init__(self, engine: Engine, *, model: str) -> None:
+        # Or each counter would come with a second series, of its age.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(engine, model))
+        ProcessCollector(registry=self._registry)
+        self._requests = self._counter(metrics.REQUESTS)
+        self._finished = self._counter(metrics.FINISHED)
+        self._tenant_requests = self._counter(metrics.TENANT_REQUESTS)
+        self._generated = self._counter(metrics.GENERATED_TOKENS)
+        self._tenant_generated = self._counter(metrics.TENANT_GENERATED_TOKENS)
+        self._request_s = self._histogram(metrics.REQUEST_SECONDS)
+        self._first_token_s = self._histogram(metrics.FIRST_TOKEN_SECONDS)
+        self._inter_token_s = self._histogram(metrics.INTER_TOKEN_SECONDS)
+        self._phase_s = self._histogram(metrics.PHASE_SECONDS)
+        self._tenants: set[str] = set()
+        self._recent = Recent()
+        provider = provider_from_environment(model)
+        self._tracing = None if provider is None else Tracing(provider)
+
+    def observe(self, record: RequestRecord) -> None:
+        """Take note of a request that has ended. Thread-safe, and does not wait."""
+        self._count(record)
+        self._recent.add(record)
+        trace_id = "" if self._tracing is None else self._tracing.record(record)
+        level = logging.WARNING if record.status >= 500 else logging.INFO
+        log_fields(log, level, "request", {**_fields(record), "trace_id": trace_id})
+
+    def render(self) -> tuple[bytes, str]:
+        """All metrics as Prometheus reads them, and their content type."""
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    def summary(self) -> dict[str, Any]:
+        """The last minute in figures: the part "requests" of /v1/stats."""
+        return self._recent.summary()
+
+    def _count(self, record: RequestRecord) -> None:
+        tenant = counted_as(record.tenant, self._tenants)
+        self._tenants.add(tenant)
+        self._requests.labels(record.endpoint, str(record.status)).inc()
+        self._tenant_requests.labels(tenant).inc()
+        reason = record.error or record.finish_reason
+        if reason:
+            self._finished.labels(reason).inc()
+        self._request_s.labels(record.endpoint).observe(record.total_s)
+        self._generated.inc(record.generated_tokens)
+        self._tenant_generated.labels(tenant).inc(record.generated_tokens)
+        for first_token_s in record.first_token_s:
+            self._first_token_s.observe(first_token_s)
+        for gap_s in (gap for gaps in record.gaps_s for gap in gaps):
+            self._inter_token_s.observe(gap_s)
+        for answer in record.completions:
+            for phase in PHASES:
+                self._phase_s.labels(phase).observe(getattr(answer.phases, phase))
+
+    def _counter(self, of: Metric) -> Counter:
+        return Counter(of.name, of.help, of.labels, registry=self._registry)
+
+    def _histogram(self, of: Metric) -> Histogram:
+        return Histogram(of.name, of.help, of.labels, buckets=of.buckets, registry=self._registry)
+
+
+class _EngineCollector(Collector):
+    """Reads what the engine keeps when Prometheus asks."""
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self._engine, self._model = engine, model
+
+    def describe(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+        """Nothing: otherwise the engine would be asked when the collector is registered."""
+        return ()
+
+    def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+        """Every reading of this moment."""
+        stats = Stats(self._model, self._engine.cache_stats(), self._engine.batch_stats())
+        for reading in metrics.READINGS:
+            of = reading.metric
+            make = CounterMetricFamily if of.kind == "counter" else GaugeMetricFamily
+            family = make(of.name, of.help, labels=of.labels)
+            for labels, value in reading.read(stats):
+                family.add_metric(labels, value)
+            yield family
+
+
+def _fields(record: RequestRecord) -> dict[str, Any]:
+    """What the log tells: no text of the prompt, no text of the answer."""
+    first = record.completions[0].phases if record.completions else None
+    first_token_s = record.first_token_s
+    return {
+        "request_id": record.request_id,
+        "tenant": record.tenant,
+        "endpoint": record.endpoint,
+        "model": record.model,
+        "status": record.status,
+        "stream": record.is_stream,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "generated_tokens": record.generated_tokens,
+        "total_ms": _ms(record.total_s),
+        "queue_ms": None if first is None else _ms(first.queue),
+        "ttft_ms": _ms(first_token_s[0]) if first_token_s else None,
+        "finish_reason": record.finish_reason,
+        "error": record.error,
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 1)

@@ -1,0 +1,248 @@
+"""Tool calls: how a model is told of tools, and how calls are read from what it writes."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+from jinja2 import TemplateError
+
+from kvboost.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    Message: TypeAlias = Mapping[str, Any]
+
+# The convention of Hermes and Qwen templates, the most common one.
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+DESCRIPTION = """\
+You may call functions. They are described here, one JSON object in a line:
+{tools}
+
+To call a function, write its name and its arguments as JSON between tags:
+<tool_call>
+{{"name": "the name", "arguments": {{"parameter": "value"}}}}
+</tool_call>
+The result comes back between <tool_response> and </tool_response>."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that a model has written."""
+
+    name: str
+    arguments: str  # a JSON object
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}", compare=False)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the chat template is rendered with."""
+
+    messages: list[dict[str, Any]]
+    arguments: dict[str, Any]  # for `apply_chat_template`
+
+
+def prepare(
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    tool_choice: object,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Prepared:
+    """Messages and template arguments that show a model its tools, past calls and their results.
+
+    Raises:
+        ConfigError: a past call has arguments that are not a JSON object.
+    """
+    shown = list(tools or ()) if tool_choice != "none" else []
+    read = [_with_arguments(message) for message in messages]
+    if not shown and not any(_is_about_calls(message) for message in read):
+        return Prepared(read, {})
+    if knows_tools(tokenizer):
+        return Prepared(read, {"tools": shown} if shown else {})
+    plain = _without_calls(read)
+    if shown:
+        text = DESCRIPTION.format(tools="\n".join(json.dumps(tool["function"]) for tool in shown))
+        if plain and plain[0]["role"] == "system":
+            text = f"{plain.pop(0)['content']}\n\n{text}"
+        plain.insert(0, {"role": "system", "content": text})
+    return Prepared(plain, {})
+
+
+def knows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a chat template shows tools, calls as we read them, and results."""
+    call = {"name": "probed_name", "arguments": {"probed_key": "probed value"}}
+    messages = [
+        {"role": "user", "content": "a question"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": call}],
+        },
+        {"role": "tool", "content": "probed result"},
+    ]
+    parameters = {"type": "object", "properties": {"probed_key": {"type": "string"}}}
+    function = {"name": "probed_name", "description": "probed use", "parameters": parameters}
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, tools=[{"type": "function", "function": function}]
+        )
+    except (LookupError, TemplateError, TypeError, ValueError):
+        return False
+    reader = ToolReader()
+    found = [*reader.feed(text), *reader.finish()]
+    return (
+        ToolCall("probed_name", '{"probed_key": "probed value"}') in found
+        and "probed use" in text
+        and "probed result" in text
+    )
+
+
+class ToolReader:
+    """Streamed text -> pieces of plain text, and calls once they are complete.
+
+    However the text is cut into pieces, the same calls come with the same text between them. What
+    looks like a call and is none is text. Blanks beside calls belong to them.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""  # not yet given out: it may be a call, or its beginning
+        self._has_call = False  # whether a call was the last that was given out
+
+    def feed(self, text: str) -> list[str | ToolCall]:
+        """What has become certain by some more text."""
+        self._held += text
+        found: list[str | ToolCall] = []
+        while self._step(found):
+            pass
+        return found
+
+    def finish(self) -> list[str | ToolCall]:
+        """The rest. A call that lacks only its closing tag counts."""
+        rest, self._held = self._held, ""
+        start = rest.find(OPEN)
+        call = _call_of(rest[start + len(OPEN) :]) if start >= 0 else None
+        if call is not None:
+            return [call]
+        return [rest] if rest.strip() or (rest and not self._has_call) else []
+
+    def _step(self, found: list[str | ToolCall]) -> bool:
+        """Give out one text or call; False if more has to come first."""
+        start = self._held.find(OPEN)
+        text_stop = _start_of_call(self._held) if start < 0 else len(self._held[:start].rstrip())
+        if text_stop > 0:
+            self._give_text(text_stop, found)
+            return start >= 0
+        stop = _stop_of_call(self._held, start + len(OPEN)) if start >= 0 else -1
+        if stop < 0:
+            return False
+        call = _call_of(self._held[start + len(OPEN) : stop - len(CLOSE)])
+        if call is None:
+            self._give_text(stop, found)
+        else:
+            found.append(call)
+            self._held, self._has_call = self._held[stop:], True
+        return True
+
+    def _give_text(self, stop: int, found: list[str | ToolCall]) -> None:
+        found.append(self._held[:stop])
+        self._held, self._has_call = self._held[stop:], False
+
+
+def _start_of_call(text: str) -> int:
+    """Where the end of a text may be the beginning of a call; blanks before it included."""
+    for length in range(min(len(OPEN) - 1, len(text)), 0, -1):
+        if text.endswith(OPEN[:length]):
+            return len(text[:-length].rstrip())
+    return len(text.rstrip())
+
+
+def _stop_of_call(text: str, start: int) -> int:
+    """Behind the closing tag of the call whose JSON starts there; a tag in a string is none."""
+    stop = text.find(CLOSE, start)
+    while stop >= 0:
+        try:
+            json.loads(text[start:stop])
+        except (ValueError, RecursionError) as error:
+            is_in_string = str(error).startswith("Unterminated string")
+        else:
+            is_in_string = False
+        if not is_in_string:
+            return stop + len(CLOSE)
+        stop = text.find(CLOSE, stop + 1)
+    return -1
+
+
+def _call_of(text: str) -> ToolCall | None:
+    try:
+        call = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    if not isinstance(call.get("arguments"), dict):
+        return None
+    arguments = json.dumps(call["arguments"], ensure_ascii=False)
+    try:
+        arguments.encode()
+    except UnicodeEncodeError:  # half a surrogate pair: it can be sent as an escape only
+        arguments = json.dumps(call["arguments"])
+    return ToolCall(call["name"], arguments)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _is_about_calls(message: Message) -> bool:
+    return message["role"] == "tool" or bool(message.get("tool_calls"))
+
+
+def _with_arguments(message: Message) -> dict[str, Any]:
+    """A message as templates want it: text, and arguments as objects, not as their JSON."""
+    read = {**message, "content": message.get("content") or ""}
+    if read.get("tool_calls"):
+        read["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _arguments_of(call)}}
+            for call in read["tool_calls"]
+        ]
+    return read
+
+
+def _arguments_of(call: Mapping[str, Any]) -> Any:
+    arguments = call["function"].get("arguments") or "{}"
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, Mapping):
+        raise ConfigError(f"arguments of a call of {call['function']['name']}: not a JSON object")
+    return arguments
+
+
+def _without_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The same as plain messages; results that follow each other are one, as turns alternate."""
+    plain: list[dict[str, Any]] = []
+    was_tool = False
+    for message in messages:
+        text, is_tool = str(message["content"]), message["role"] == "tool"
+        if is_tool:
+            text = f"<tool_response>\n{text}\n</tool_response>"
+        for call in message.get("tool_calls") or ():
+            text = f"{text}\n{_written(call['function'])}".lstrip()
+        if is_tool and was_tool:
+            plain[-1]["content"] += f"\n{text}"
+        else:
+            plain.append({"role": "user" if is_tool else message["role"], "content": text})
+        was_tool = is_tool
+    return plain
+
+
+def _written(function: Mapping[str, Any]) -> str:
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}"

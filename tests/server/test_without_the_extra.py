@@ -1,0 +1,23 @@
+"""The command where the server's libraries are not installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("command", [["serve", "--model", "m"], ["keys", "new", "--tenant", "a"]])
+def test_the_command_names_the_extra_that_is_missing(command: list[str]) -> None:
+    missing = dict.fromkeys(["fastapi", "pydantic", "starlette", "uvicorn"])
+    program = f"""
+import sys
+sys.modules |= {missing}
+from kvboost.cli.main import main
+sys.exit(main({command}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "pip install 'kvboost[server]'" in done.stderr
+    assert "Traceback" not in done.stderr
