@@ -1,6 +1,6 @@
 """Can a body break the server? Random bodies: refused or answered, and the server stays up.
 
-Start the server with --max-new-tokens 8, or bodies that lost their max_tokens take long. A body is
+Start the server with --max-new-tokens 8 --max-prompt-tokens 512, or some bodies take long. One is
 made again by `fuzz_bodies.random_request(random.Random("SEED NUMBER"), model)`.
 """
 

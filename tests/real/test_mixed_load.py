@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.model, pytest.mark.servers]
 START_S = 120.0
 LOADED = ["--max-batch-size", "8", "--max-queue-size", "16", "--request-deadline-s", "20"]
 LOADED += ["--max-cache-bytes", "64MiB", "--num-blocks", "1024"]
-FUZZED = ["--max-new-tokens", "8"]
+FUZZED = ["--max-new-tokens", "8", "--max-prompt-tokens", "512"]
 
 
 @contextmanager
