@@ -142,18 +142,18 @@ class PackedCache(Cache):
 
     def __init__(self, segments: Sequence[Segment], num_layers: int) -> None:
         super().__init__(layers=[PackedLayer(self, index) for index in range(num_layers)])
+        for segment in segments:
+            own, shift = segment.rows.own, segment.rows.num_shared
+            if not segment.is_appended:
+                own.scatter([place - shift for place in segment.positions])
+            segment.num_visible = own.visible_after(len(segment.tokens))
+            own.make_room(segment.num_visible)
         # Who shares rows stands together, and among them the small ones in the arena's order.
         self.segments = sorted(segments, key=_order)
         start = 0
         for segment in self.segments:
-            own, count = segment.rows.own, len(segment.tokens)
-            segment.start, segment.stop = start, start + count
+            segment.start, segment.stop = start, start + len(segment.tokens)
             start = segment.stop
-            if not segment.is_appended:
-                shift = segment.rows.num_shared
-                own.scatter([place - shift for place in segment.positions])
-            segment.num_visible = own.visible_after(count)
-            own.make_room(segment.num_visible)
         small = [segment for segment in self.segments if segment.is_small]
         self.small = SmallRows(small) if small else None
         self.others = [segment for segment in self.segments if not segment.is_small]

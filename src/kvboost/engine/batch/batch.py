@@ -26,7 +26,7 @@ from kvboost.engine.results import Completion, Phases
 from kvboost.errors import DeadlineExceeded
 from kvboost.models.arena import Arena
 from kvboost.models.rows import Rows, SharedRows
-from kvboost.models.sampling import choose
+from kvboost.models.sampling import Choice, choose
 
 if TYPE_CHECKING:
     from kvboost.engine.worker import Idle
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHARED_STEP = 32  # rows are shared in multiples of this, so that many requests share as many
+MOST_COMPUTING = 4  # prompts that are computed at once if they do not fit in a step
 POLL_S = 0.002  # how often to look whether a request that waits can start
 FIRST_NEW_ROWS = 128  # room for an answer to start with; buffers grow when it is longer
 
@@ -112,10 +113,15 @@ class Batch:
                 self._fail(member, DeadlineExceeded(f"not done after {waited:.1f} s"))
 
     def _let_join(self) -> None:
-        """Take in requests as long as their prompts fit in the next step."""
+        """Take in requests as long as their prompts fit in the next step, and a few more.
+
+        So a short prompt does not wait for a long one.
+        """
         while len(self._running) < self._most_running:
             computing = [each for each in self._running if each.pending]
-            if sum(len(each.pending) for each in computing) >= self._room_for_prompts(computing):
+            num_pending = sum(len(each.pending) for each in computing)
+            is_full = num_pending >= self._room_for_prompts(computing)
+            if is_full and len(computing) >= MOST_COMPUTING:
                 return
             member = self._waiting.take(self._can_join)
             if member is None:
@@ -245,7 +251,7 @@ class Batch:
         try:
             logits = self._parts.model.forward_packed(list(segments))
             ready = {g: s for g, s in segments.items() if not s.pending}
-            choices = []
+            choices: list[Choice | Exception] = []
             if ready:
                 rows, choosers = [logits[g] for g in ready], [s.chooser for s in ready.values()]
                 choices = choose(rows, choosers)
@@ -263,10 +269,12 @@ class Batch:
         self._num_answers_stepped += num_answers
         self._pace.observe(time.perf_counter() - started, num_decoding, num_prompt)
 
-    def _go_on(self, member: Member, choice: Any) -> None:
+    def _go_on(self, member: Member, choice: Choice | Exception) -> None:
         if not member.output:
             self._prompt_is_done(member)
         try:
+            if isinstance(choice, Exception):
+                raise choice
             member.accept(choice)
         except Exception as error:  # of a listener, a grammar or a tokenizer: one request's matter
             log.exception("an answer could not be continued")
