@@ -1,6 +1,6 @@
 """Can a body break the server? Random bodies: refused or answered, and the server stays up.
 
-Start the server with --max-new-tokens 8, or bodies that lost their max_tokens take long. A body is
+Start the server with --max-new-tokens 8 --max-prompt-tokens 512, or some bodies take long. One is
 made again by `fuzz_bodies.random_request(random.Random("SEED NUMBER"), model)`.
 """
 
@@ -20,6 +20,7 @@ from openai_errors import fault_of
 ALLOWED = {200, 400, 404, 413, 422, 429, 503, 504}
 PATIENCE_S = 20.0  # a body that is good may ask for a long answer: we hang up
 MAX_EXAMPLES = 20
+HUNG_UP = "hung up"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +54,7 @@ async def fuzz(
     model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
     statuses: Counter[str] = Counter()
     faults: list[str] = []
+    slow: list[int] = []  # bodies that we hung up on
     numbers = iter(range(num_bodies))
 
     async def work() -> None:
@@ -60,6 +62,8 @@ async def fuzz(
             path, body = random_request(random.Random(f"{seed} {number}"), model)
             status, fault = await _send(client, path, body)
             statuses[status] += 1
+            if status == HUNG_UP:
+                slow.append(number)
             if fault:
                 faults.append(f"body {number} of seed {seed}: {fault}; sent {body[:300]!r}")
             if number % 5000 == 4999:
@@ -73,6 +77,7 @@ async def fuzz(
         "bodies": num_bodies,
         "seed": seed,
         "statuses": dict(sorted(statuses.items())),
+        "slow": slow[:MAX_EXAMPLES],
         "faults": len(faults),
         "violations": faults[:MAX_EXAMPLES],
     }
@@ -83,7 +88,7 @@ async def _send(client: httpx.AsyncClient, path: str, body: bytes) -> tuple[str,
     try:
         reply = await client.post(path, content=body, headers=headers)
     except httpx.ReadTimeout:
-        return "hung up", ""
+        return HUNG_UP, ""
     except httpx.HTTPError as error:
         return "lost", repr(error)
     return str(reply.status_code), wrong_with(reply)

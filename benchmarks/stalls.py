@@ -1,7 +1,7 @@
 """Does a long prompt make others wait? Time between tokens of running streams, before and while.
 
 Streams decode; when they have run for a while, a long prompt arrives. Its prefill must not keep
-them from their tokens.
+them from their tokens, nor a short prompt that comes after it from its first one.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             f" {options.long} tokens are read p50 {row['busy_p50_ms']:.0f}, p95"
             f" {row['busy_p95_ms']:.0f}: p95 {row['p95_ratio']:.2f} times (goal {GOAL});"
             f" first token of the long prompt after {row['long_ttft_ms']:.0f} ms,"
-            f" alone {row['alone_ttft_ms']:.0f}",
+            f" alone {row['alone_ttft_ms']:.0f}; of a short one that comes after it"
+            f" {row['short_behind_ttft_ms']:.0f} ms, alone {row['short_alone_ttft_ms']:.0f}",
             flush=True,
         )
     return rows
@@ -80,6 +81,10 @@ def _measure(
     engine: KVBoost, words: Any, turn: int, options: argparse.Namespace
 ) -> dict[str, float]:
     alone = _first_token_s(engine, stream(words, options.long, seed=9000 + turn))
+    short_alone = _first_token_s(engine, stream(words, options.prompt, seed=8000 + turn))
+    long = Stream(engine, stream(words, options.long, seed=7000 + turn), 1)
+    short_behind = _first_token_s(engine, stream(words, options.prompt, seed=6000 + turn))
+    long.ticket.result()
     streams = [
         Stream(engine, stream(words, options.prompt, seed=100 * turn + n), options.new)
         for n in range(options.streams)
@@ -108,6 +113,8 @@ def _measure(
         "busy_tokens": len(busy),
         "long_ttft_ms": 1e3 * long_ttft,
         "alone_ttft_ms": 1e3 * alone,
+        "short_alone_ttft_ms": 1e3 * short_alone,
+        "short_behind_ttft_ms": 1e3 * short_behind,
     }
     print("  " + ", ".join(f"{key} {value:.0f}" for key, value in result.items()), flush=True)
     return result

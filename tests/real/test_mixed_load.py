@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -20,24 +21,19 @@ from servers import free_port
 
 pytestmark = [pytest.mark.model, pytest.mark.servers]
 START_S = 120.0
-FLAGS = {
-    "--dtype": "float32",
-    "--max-batch-size": "8",
-    "--max-queue-size": "16",
-    "--max-cache-bytes": "64MiB",
-    "--num-blocks": "1024",
-    "--request-deadline-s": "20",
-}
+LOADED = ["--max-batch-size", "8", "--max-queue-size", "16", "--request-deadline-s", "20"]
+LOADED += ["--max-cache-bytes", "64MiB", "--num-blocks", "1024"]
+FUZZED = ["--max-new-tokens", "8", "--max-prompt-tokens", "512"]
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[str, int]]:
+@contextmanager
+def serving(log: Path, *flags: str) -> Iterator[tuple[str, int]]:
     """URL and process of a running server."""
     port = free_port()
-    command = [sys.executable, "-m", "kvboost.server", "--port", str(port)]
+    command = [sys.executable, "-m", "kvboost.server", "--port", str(port), "--dtype", "float32"]
     command += ["--model", real_model("SmolLM2-135M-Instruct")]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen([*command, *sum(FLAGS.items(), ())], stderr=log)
+    with log.open("wb") as output:
+        process = subprocess.Popen([*command, *flags], stderr=output)
     try:
         url = f"http://127.0.0.1:{port}"
         wait_until_ready(url, process)
@@ -59,17 +55,17 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     pytest.fail("the server did not start")
 
 
-def test_mixed_load_is_held(server: tuple[str, int]) -> None:
-    url, pid = server
-    # Allocators still fill their caches in two minutes: this bound finds thorough leaks only.
-    watch = ["--pid", str(pid), "--max-growth", "0.3"]
+def test_mixed_load_is_held(tmp_path: Path) -> None:
     load = ["--minutes", "2", "--clients", "32", "--questions", "16", "--burst-every", "20"]
-    assert soak.run(options_of(soak, url, *load, *watch))[0]["violations"] == []
+    with serving(tmp_path / "log", *LOADED) as (url, pid):
+        # Allocators still fill their caches in two minutes: the bound finds thorough leaks only.
+        watch = ["--pid", str(pid), "--max-growth", "0.3"]
+        assert soak.run(options_of(soak, url, *load, *watch))[0]["violations"] == []
 
 
-def test_random_bodies_are_answered_or_refused(server: tuple[str, int]) -> None:
-    url, _ = server
-    assert fuzz.run(options_of(fuzz, url, "--bodies", "1000"))[0]["violations"] == []
+def test_random_bodies_are_answered_or_refused(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", *FUZZED) as (url, _):
+        assert fuzz.run(options_of(fuzz, url, "--bodies", "1000"))[0]["violations"] == []
 
 
 def options_of(module: ModuleType, url: str, *flags: str) -> argparse.Namespace:

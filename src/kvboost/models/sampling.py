@@ -57,16 +57,23 @@ class Chooser:
         if rules.grammar is not None:
             rules.grammar.restrict(logits)
 
+    def try_adjust(self, logits: torch.Tensor) -> Exception | None:
+        """`adjust`, or the error of a grammar, which ends this answer and no other."""
+        try:
+            self.adjust(logits)
+        except Exception as error:
+            return error
+        return None
+
     def noise(self, count: int) -> torch.Tensor:
         """Numbers that turn probabilities into a choice: the least of noise / p wins."""
         return torch.empty(count).exponential_(generator=self._dice)
 
 
-def choose(logits: Sequence[torch.Tensor], choosers: Sequence[Chooser]) -> list[Choice]:
-    """The next token of each request, from its logits [vocabulary]."""
+def choose(logits: Sequence[torch.Tensor], choosers: Sequence[Chooser]) -> list[Choice | Exception]:
+    """The next token of each request, from its logits [vocabulary], or why there is none."""
     rows = torch.stack(list(logits)).float()
-    for row, chooser in zip(rows, choosers, strict=True):
-        chooser.adjust(row)
+    failures = [chooser.try_adjust(row) for row, chooser in zip(rows, choosers, strict=True)]
     tokens = rows.argmax(dim=-1).tolist()
     dicing = [i for i, chooser in enumerate(choosers) if chooser.sampling.temperature > 0]
     if dicing:
@@ -74,8 +81,8 @@ def choose(logits: Sequence[torch.Tensor], choosers: Sequence[Chooser]) -> list[
         for place, token in zip(dicing, drawn, strict=True):
             tokens[place] = token
     return [
-        _reported(token, row, chooser.sampling.top_logprobs)
-        for token, row, chooser in zip(tokens, rows, choosers, strict=True)
+        failures[place] or _reported(token, rows[place], chooser.sampling.top_logprobs)
+        for place, (token, chooser) in enumerate(zip(tokens, choosers, strict=True))
     ]
 
 
