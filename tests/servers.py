@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -80,10 +81,14 @@ class Server:
 
 
 class KVBoostServer:
-    """`python -m kvboost.server` with a model, on any free port."""
+    """`python -m kvboost.server` with a model, on any free port.
 
-    def __init__(self, model: str, log: Path, *flags: str) -> None:
+    `api_key` is what an administrator calls it with, if it has keys.
+    """
+
+    def __init__(self, model: str, log: Path, *flags: str, api_key: str = "none") -> None:
         self.log = log
+        self.api_key = api_key
         self.url = f"http://127.0.0.1:{free_port()}"
         command = [sys.executable, "-m", "kvboost.server", "--model", model]
         command += ["--port", self.url.rpartition(":")[2], *flags]
@@ -104,13 +109,17 @@ class KVBoostServer:
     @property
     def model(self) -> str:
         """Its name for clients."""
-        name: str = httpx.get(f"{self.url}/v1/models").json()["data"][0]["id"]
+        name: str = self._get("/v1/models")["data"][0]["id"]
         return name
 
     def num_requests(self) -> int:
         """Requests that run or wait."""
-        batch = httpx.get(f"{self.url}/v1/stats").json()["batch"]
+        batch = self._get("/v1/stats")["batch"]
         return int(batch["num_running"] + batch["num_waiting"])
+
+    def _get(self, path: str) -> Any:
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        return httpx.get(self.url + path, headers=headers).raise_for_status().json()
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -121,9 +130,11 @@ class KVBoostServer:
 
 
 @contextlib.contextmanager
-def kvboost_server(model: str, log: Path, *flags: str) -> Iterator[KVBoostServer]:
+def kvboost_server(
+    model: str, log: Path, *flags: str, api_key: str = "none"
+) -> Iterator[KVBoostServer]:
     """A server that is ready; at the end of the block it must end well."""
-    server = KVBoostServer(model, log, *flags)
+    server = KVBoostServer(model, log, *flags, api_key=api_key)
     try:
         yield server
         server.terminate()

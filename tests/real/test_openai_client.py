@@ -304,9 +304,11 @@ def test_leaving_a_stream_frees_its_place(
 
 
 def test_a_client_that_is_too_impatient_frees_its_place(live: KVBoostServer, model: str) -> None:
-    with OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=0.5) as client:
-        with pytest.raises(openai.APITimeoutError):
-            complete(client, model, max_tokens=4000, extra_body={"ignore_eos": True})
+    with (
+        OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=0.5) as client,
+        pytest.raises(openai.APITimeoutError),
+    ):
+        complete(client, model, max_tokens=4000, extra_body={"ignore_eos": True})
     wait_until_idle(live)
 
 

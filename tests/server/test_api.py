@@ -98,6 +98,11 @@ def test_headers_tell_of_reuse_and_carry_the_request_id(client: TestClient) -> N
     assert strange.headers["x-request-id"].startswith("req-")
 
 
+def test_a_wrong_method_is_told_the_right_ones(client: TestClient) -> None:
+    reply = client.get(CHAT)
+    assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
+
+
 @pytest.mark.parametrize(
     ("prompt", "tokens"),
     [
