@@ -58,9 +58,9 @@ class PackedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, cache: PackedCache, index: int) -> None:
+    def __init__(self, segments: Sequence[Segment], index: int) -> None:
         super().__init__()
-        self._cache, self._index = cache, index
+        self._segments, self._index = segments, index
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -71,7 +71,7 @@ class PackedLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new rows where they belong; attention finds them through its mask."""
         index = self._index
-        for segment in self._cache.segments:
+        for segment in self._segments:
             place = slice(segment.start, segment.stop)
             segment.kv = segment.rows.own.layers[index].update(
                 key_states[:, :, place], value_states[:, :, place]
@@ -95,9 +95,10 @@ class PackedCache(Cache):
     """The cache of one packed forward."""
 
     def __init__(self, segments: Sequence[Segment], num_layers: int) -> None:
-        super().__init__(layers=[PackedLayer(self, index) for index in range(num_layers)])
         # Who shares rows stands together, and among them those with few rows of their own.
         self.segments = sorted(segments, key=lambda s: (id(s.rows.shared), not _is_short(s)))
+        # Layers know the segments and not this: a cycle would keep K/V until a garbage collection.
+        super().__init__(layers=[PackedLayer(self.segments, index) for index in range(num_layers)])
         start = 0
         for segment in self.segments:
             segment.start, segment.stop = start, start + len(segment.tokens)

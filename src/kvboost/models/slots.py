@@ -7,6 +7,7 @@ rows in place and hands attention a view.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,8 +42,15 @@ class SlotLayer(CacheLayerMixin):
 
     def __init__(self, cache: SlotCache, index: int) -> None:
         super().__init__()
-        self._cache, self._index = cache, index
+        # Weak, so that buffers are freed when the last reference to their cache is gone.
+        self._cache_ref, self._index = weakref.ref(cache), index
         self.is_initialized = True
+
+    @property
+    def _cache(self) -> SlotCache:
+        cache = self._cache_ref()
+        assert cache is not None
+        return cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: buffers exist from the start."""
