@@ -204,6 +204,11 @@ class HFModel:
         values = [arguments.get(name), *(getattr(config, name, None) for config in configs)]
         return next((value for value in values if value is not None), None)
 
+    @property
+    def num_embeddings(self) -> int:
+        """Tokens that it can read: the ids below this number."""
+        return int(self.model.get_input_embeddings().num_embeddings)
+
     def special_settings(self) -> set[str]:
         """Names of generation settings that this model has and that change what is generated."""
         return set(self.model.generation_config.to_diff_dict()) - HARMLESS_SETTINGS

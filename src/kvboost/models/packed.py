@@ -103,6 +103,7 @@ class PackedLayer(CacheLayerMixin):
 
     def __init__(self, cache: PackedCache, index: int) -> None:
         super().__init__()
+        # Weak: a cycle would keep the K/V of all requests until a garbage collection.
         self._cache, self._index = weakref.ref(cache), index
         self.is_initialized = True
 

@@ -57,23 +57,18 @@ class Chooser:
         if rules.grammar is not None:
             rules.grammar.restrict(logits)
 
-    def try_adjust(self, logits: torch.Tensor) -> Exception | None:
-        """`adjust`, or the error of a grammar, which ends this answer and no other."""
-        try:
-            self.adjust(logits)
-        except Exception as error:
-            return error
-        return None
-
     def noise(self, count: int) -> torch.Tensor:
         """Numbers that turn probabilities into a choice: the least of noise / p wins."""
         return torch.empty(count).exponential_(generator=self._dice)
 
 
 def choose(logits: Sequence[torch.Tensor], choosers: Sequence[Chooser]) -> list[Choice | Exception]:
-    """The next token of each request, from its logits [vocabulary], or why there is none."""
+    """The next token of each request, from its logits [vocabulary].
+
+    A request whose own rules fail gets the error instead, and the others their tokens.
+    """
     rows = torch.stack(list(logits)).float()
-    failures = [chooser.try_adjust(row) for row, chooser in zip(rows, choosers, strict=True)]
+    errors = [_adjust(row, chooser) for row, chooser in zip(rows, choosers, strict=True)]
     tokens = rows.argmax(dim=-1).tolist()
     dicing = [i for i, chooser in enumerate(choosers) if chooser.sampling.temperature > 0]
     if dicing:
@@ -81,16 +76,24 @@ def choose(logits: Sequence[torch.Tensor], choosers: Sequence[Chooser]) -> list[
         for place, token in zip(dicing, drawn, strict=True):
             tokens[place] = token
     return [
-        failures[place] or _reported(token, rows[place], chooser.sampling.top_logprobs)
-        for place, (token, chooser) in enumerate(zip(tokens, choosers, strict=True))
+        error or _reported(token, row, chooser.sampling.top_logprobs)
+        for error, token, row, chooser in zip(errors, tokens, rows, choosers, strict=True)
     ]
+
+
+def _adjust(logits: torch.Tensor, chooser: Chooser) -> Exception | None:
+    try:
+        chooser.adjust(logits)
+    except Exception as error:
+        return error
+    return None
 
 
 def _reported(token: int, logits: torch.Tensor, num_top: int | None) -> Choice:
     if num_top is None:
         return Choice(token)
     logprobs = logits.log_softmax(dim=-1)
-    values, places = logprobs.topk(num_top)
+    values, places = logprobs.topk(min(num_top, len(logprobs)))
     top = tuple(zip(places.tolist(), values.tolist(), strict=True))
     return Choice(token, float(logprobs[token]), top)
 
@@ -115,6 +118,9 @@ def _draw(logits: torch.Tensor, choosers: Sequence[Chooser]) -> list[int]:
     is_out = (before >= column([rule.top_p for rule in rules])) | (probabilities < least)
     is_out[:, 0] = False
     probabilities.masked_fill_(is_out, 0.0)
-    noise = torch.stack([chooser.noise(scaled.shape[-1]) for chooser in choosers])
+    # Each throws as many dice as it would alone, so that its seed means the same beside others.
+    noise = torch.ones(scaled.shape)
+    for row, chooser, count in zip(noise, choosers, kept, strict=True):
+        row[:count] = chooser.noise(count)
     picked = (probabilities / noise.to(logits.device)).argmax(dim=-1, keepdim=True)
     return order.gather(-1, picked)[:, 0].tolist()

@@ -20,13 +20,14 @@ from kvboost.engine.batch.live import LEAST_SHARED, LivePrompts, Owner
 from kvboost.engine.batch.member import Member
 from kvboost.engine.batch.pace import Pace
 from kvboost.engine.batch.queue import FairQueue
-from kvboost.engine.prefill import Terms, decide, fill, keep, look_up, named_chunks
+from kvboost.engine.prefill import decide, fill, keep, named_chunks
 from kvboost.engine.report import count, report
 from kvboost.engine.results import Completion, Phases
 from kvboost.errors import DeadlineExceeded
 from kvboost.models.arena import Arena
 from kvboost.models.rows import Rows, SharedRows
 from kvboost.models.sampling import Choice, choose
+from kvboost.reuse.lookup import find
 
 if TYPE_CHECKING:
     from kvboost.engine.worker import Idle
@@ -65,7 +66,7 @@ class Batch:
             segments = self._next_segments()
             if segments:
                 self._compute(segments)
-        except Exception as error:
+        except BaseException as error:  # nothing may end the thread: all requests would hang
             log.exception("the batch failed; its requests end with it")
             for member in [*self._running, *self._waiting]:
                 self._fail(member, error)
@@ -123,9 +124,11 @@ class Batch:
             is_full = num_pending >= self._room_for_prompts(computing)
             if is_full and len(computing) >= MOST_COMPUTING:
                 return
-            member = self._waiting.take(self._can_join)
-            if member is None:
+            # Who is first in line and does not fit is not overtaken, or it might wait for ever.
+            member = self._waiting.first(self._is_ready)
+            if member is None or not self._fits(member):
                 return
+            self._waiting.take(member)
             try:
                 self._join(member)
             except Exception as error:
@@ -142,27 +145,27 @@ class Batch:
     def _is_alone(self, member: Member) -> bool:
         return self._parts.model.is_alone(member.num_tokens)
 
-    def _can_join(self, member: Member) -> bool:
+    def _is_ready(self, member: Member) -> bool:
         loading = member.request.loading
         if loading is not None and not loading.done():
             return False
+        return not self._running or not self._waits_for_another(member)
+
+    def _fits(self, member: Member) -> bool:
         if not self._running:
             return True
         if self._is_alone(member):
             return False
         used = sum(each.num_tokens - each.rows.num_shared for each in self._running)
         used += sum({each.rows.shared: each.rows.num_shared for each in self._running}.values())
-        if used + member.num_tokens > self._parts.working_tokens:
-            return False
-        return not self._waits_for_another(member)
+        return used + member.num_tokens <= self._parts.working_tokens
 
     def _waits_for_another(self, member: Member) -> bool:
         """Whether another request computes most of what this one needs right now."""
         owner, num_alike = self._find_alike(member)
-        if owner is None or owner.num_ready >= num_alike:
+        if owner is None or member.names is None or owner.num_ready >= num_alike:
             return False
-        terms = Terms(member.request.reuse, member.request.tenant)
-        num_stored = look_up(member.request.tokens, self._parts, terms).num_reused
+        num_stored = find(*member.names, self._parts.store.index).num_reused
         num_known = max(num_stored, owner.num_ready)
         return num_alike - num_known > (len(member.request.tokens) - num_known) / 2
 
@@ -272,16 +275,19 @@ class Batch:
     def _go_on(self, member: Member, choice: Choice | Exception) -> None:
         if not member.output:
             self._prompt_is_done(member)
+        completion = None
         try:
             if isinstance(choice, Exception):
                 raise choice
             member.accept(choice)
-        except Exception as error:  # of a listener, a grammar or a tokenizer: one request's matter
+            if member.finish_reason is not None:
+                completion = _completion(member, self._parts)
+        except BaseException as error:  # of a listener, a grammar, a tokenizer: its own matter
             log.exception("an answer could not be continued")
             self._fail(member, error)
             return
-        if member.finish_reason is not None:
-            self._finish(member)
+        if completion is not None:
+            self._finish(member, completion)
 
     def _prompt_is_done(self, member: Member) -> None:
         prefilled = member.prefilled
@@ -289,16 +295,16 @@ class Batch:
         if not member.was_beside:
             self._parts.cost.observe(prefilled.work, time.perf_counter() - prefilled.started_at)
 
-    def _finish(self, member: Member) -> None:
-        self._running.remove(member)
-        member.ticket.future.set_result(_completion(member, self._parts))
-        looked_up = member.terms.reuse != "off"
-        count(member.request, member.prefilled, self._parts, looked_up=looked_up)
-        if looked_up:
-            try:
+    def _finish(self, member: Member, completion: Completion) -> None:
+        self._leave(member)
+        member.ticket.future.set_result(completion)
+        try:
+            looked_up = member.terms.reuse != "off"
+            count(member.request, member.prefilled, self._parts, looked_up=looked_up)
+            if looked_up:
                 self._keep(member)
-            except Exception:
-                log.exception("storing an answer failed; the answer is not affected")
+        except Exception:
+            log.exception("storing an answer failed; the answer is not affected")
 
     def _keep(self, member: Member) -> None:
         request, parts, prefilled = member.request, self._parts, member.prefilled
@@ -313,11 +319,20 @@ class Batch:
             self._add_idle(carry_out(audit, parts))
 
     def _fail(self, member: Member, error: BaseException) -> None:
+        self._leave(member)
+        # A traceback leads to the K/V of all requests of the step; it was logged.
+        member.ticket.future.set_exception(error.with_traceback(None))
+
+    def _leave(self, member: Member) -> None:
+        """Give up what a request has of the batch, before its caller knows that it has ended."""
         if member in self._running:
             self._running.remove(member)
         elif member in self._waiting:
             self._waiting.remove(member)
-        member.ticket.future.set_exception(error)
+        self._live.remove(member.owner)
+        if member.request.loading is not None:
+            member.request.loading.cancel()  # if it did not begin yet
+        member.give_back_place()
 
 
 def _completion(member: Member, parts: Parts) -> Completion:
