@@ -24,7 +24,8 @@ def test_random_bodies_are_answered_or_refused(guarded: KVBoostServer) -> None:
     given = ["--url", guarded.url, "--api-key", guarded.api_key, "--bodies", num_bodies]
     row = fuzz.run(parser.parse_args(given))[0]
     assert row["violations"] == []
-    assert row["statuses"]["200"] > 0.2 * row["bodies"]
+    assert "hung up" not in row["statuses"]  # a body that keeps the others waiting
+    assert row["statuses"]["200"] > 0.15 * row["bodies"]
     assert row["statuses"]["400"] > 0.2 * row["bodies"]
     assert answer_of(guarded) == before
     assert guarded.process.poll() is None

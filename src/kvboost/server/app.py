@@ -19,10 +19,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kvboost import __version__
-from kvboost.engine.texts import chat_tokens, tokens_of
 from kvboost.errors import KVBoostError
 from kvboost.server.answers import unless_gone
-from kvboost.server.bodies import CacheBody, ChatBody, CompletionBody, Message, WarmBody
+from kvboost.server.bodies import CacheBody, ChatBody, CompletionBody, WarmBody
 from kvboost.server.documented import DocumentedApp, responses
 from kvboost.server.exchange import Exchange, Running
 from kvboost.server.gate import REQUEST_ID, Gate
@@ -149,7 +148,7 @@ class Endpoints:
 
     async def warm(self, body: WarmBody, request: Request) -> Response:
         """Read texts before they are needed."""
-        content: Any = body.text or body.texts or _plain(body.messages)
+        content = await _on(self._preparing, partial(self._planner.warmed, body))
         warming = partial(
             self._engine.warm,
             content,
@@ -175,7 +174,7 @@ class Endpoints:
         """Keep what is stored of a text from leaving."""
         if body.everything:
             raise refused("everything cannot be pinned", "everything")
-        tokens = await _on(self._preparing, partial(self._tokens, body))
+        tokens = await _on(self._preparing, partial(self._planner.stored, body))
         pinning = partial(self._engine.contents.pin, tokens, ttl_s=body.ttl_s)
         num = await asyncio.to_thread(pinning, tenant=_tenant(body.tenant, request))
         return JSONResponse({"num_pinned": num})
@@ -186,7 +185,7 @@ class Endpoints:
             raise refused("ttl_s is how long a pin lasts", "ttl_s")
         tokens = None
         if not body.everything:
-            tokens = await _on(self._preparing, partial(self._tokens, body))
+            tokens = await _on(self._preparing, partial(self._planner.stored, body))
         deleting = partial(self._engine.contents.delete, tokens)
         num = await asyncio.to_thread(deleting, tenant=_tenant(body.tenant, request))
         return JSONResponse({"num_deleted": num})
@@ -204,11 +203,6 @@ class Endpoints:
     async def _answer(self, request: Request, make_plan: Callable[[], Plan]) -> Response:
         plan = await unless_gone(request, _on(self._preparing, make_plan))
         return Exchange(plan, self._running)
-
-    def _tokens(self, body: CacheBody) -> list[int]:
-        if body.text is not None:
-            return tokens_of(body.text, self._engine.tokenizer)
-        return chat_tokens(_plain(body.messages), self._engine.tokenizer)
 
 
 async def _on(thread: ThreadPoolExecutor, work: Callable[[], Any]) -> Any:
@@ -271,7 +265,3 @@ def _tenant(named: str | None, request: Request) -> str:
     """Whose cache an administrator means."""
     tenant: str = request.state.caller.tenant
     return tenant if named is None else named
-
-
-def _plain(messages: list[Message] | None) -> list[dict[str, Any]]:
-    return [message.plain for message in messages or ()]
