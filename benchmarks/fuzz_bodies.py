@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 CHAT, COMPLETIONS, WARM = "/v1/chat/completions", "/v1/completions", "/v1/warm"
-PATHS = (CHAT, CHAT, COMPLETIONS, COMPLETIONS, WARM)
+PIN, DELETE = "/v1/cache/pin", "/v1/cache/delete"
+PATHS = (CHAT, CHAT, CHAT, COMPLETIONS, COMPLETIONS, COMPLETIONS, WARM, PIN, DELETE)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 COMMON: dict[str, Any] = {
@@ -21,7 +22,12 @@ COMMON: dict[str, Any] = {
     "seed": 7,
     "n": 1,
     "stop": ["\n", "end"],
-    "stream": False,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "ignore_eos": True,
+    "reuse": "auto",
+    "documents": ["Hello", "upon a"],
+    "repetition_penalty": 1.1,
     "presence_penalty": 0.1,
     "frequency_penalty": 0.1,
     "logit_bias": {"5": 1.0},
@@ -38,13 +44,16 @@ VALID: dict[str, dict[str, Any]] = {
         "top_logprobs": 2,
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
         "tools": [TOOL],
-        "tool_choice": "none",
-        "stream_options": {"include_usage": True},
+        "tool_choice": "required",
     },
     COMPLETIONS: COMMON | {"prompt": "Once upon a time", "logprobs": 2, "echo": False},
-    WARM: {"text": "Some text to read.", "pin": False},
+    WARM: {"text": "Some text to read.", "pin": True, "ttl_s": 1.0, "anywhere": True},
+    PIN: {"text": "Some text to read.", "ttl_s": 1.0},
+    DELETE: {"text": "Some text to read."},
 }
-NEEDED = {"model", "messages", "prompt", "max_tokens"}
+NEEDED = {"model", "messages", "prompt", "max_tokens", "text"}
+NEEDS = {"stream_options": "stream", "top_logprobs": "logprobs", "tool_choice": "tools"}
+EXCLUDES = {"tools": "response_format", "logprobs": "echo"}
 
 Body = dict[str, Any]
 
@@ -52,10 +61,18 @@ Body = dict[str, Any]
 def random_request(chance: random.Random, model: str) -> tuple[str, bytes]:
     """A path and what to send there."""
     path = chance.choice(PATHS)
-    body: Body = copy.deepcopy(VALID[path]) | {"model": model}
+    body: Body = copy.deepcopy(VALID[path])
+    if path in (CHAT, COMPLETIONS):
+        body["model"] = model
     for name in list(body):  # few parameters at a time: the first wrong one hides the others
         if name not in NEEDED and chance.random() < 0.7:
             del body[name]
+    for name, other in NEEDS.items():
+        if other not in body:
+            body.pop(name, None)
+    for name, other in EXCLUDES.items():
+        if name in body:
+            body.pop(other, None)
     for _ in range(chance.choice([0, 1, 1, 1, 2, 4])):
         chance.choice(CHANGES)(body, chance)
     content = json.dumps(body, ensure_ascii=chance.random() < 0.5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from hashlib import sha256
 
 # Before torch loads: threads that spin at barriers stall each other when cores are busy.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -13,11 +15,20 @@ import pytest
 from hypothesis import settings
 
 from get_model import models_folder
+from servers import KVBoostServer, kvboost_server
+from tiny_models import save
 
 # The gate tries the same examples every time; a developer's run tries new ones.
 settings.register_profile("ci", derandomize=True)
 if "CI" in os.environ:
     settings.load_profile("ci")
+
+KEYS = {
+    "admin-key": 'tenant = "ops"\nadmin = true',
+    "plain-key": 'tenant = "plain"',
+    "few-requests-key": 'tenant = "few"\nrequests_per_minute = 2',
+    "few-tokens-key": 'tenant = "few"\ntokens_per_minute = 30',
+}
 
 
 def real_model(name: str) -> str:
@@ -37,3 +48,24 @@ def smol() -> str:
 @pytest.fixture(scope="session")
 def coder() -> str:
     return real_model("Qwen2.5-Coder-0.5B-Instruct")
+
+
+@pytest.fixture(scope="session")
+def live(smol: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KVBoostServer]:
+    """A server in fp32, where texts can be compared; one for all files, as it takes its time."""
+    log = tmp_path_factory.mktemp("live") / "log"
+    with kvboost_server(smol, log, "--dtype", "float32") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KVBoostServer]:
+    """A server with API keys (`KEYS`) and a tiny model whose answers mean nothing."""
+    folder = tmp_path_factory.mktemp("guarded")
+    keys = [f'[[keys]]\nsha256 = "{sha256(key.encode()).hexdigest()}"\n{rest}'
+            for key, rest in KEYS.items()]  # fmt: skip
+    (folder / "keys.toml").write_text("\n".join(keys))
+    flags = ["--api-keys", str(folder / "keys.toml"), "--max-new-tokens", "16"]
+    model = save(folder / "tiny")
+    with kvboost_server(model, folder / "log", *flags, api_key="admin-key") as server:
+        yield server

@@ -16,10 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 START_S = 20.0
+MODEL_START_S = 120.0
+STOP_S = 60.0
 LARGE_BYTES = 1000  # more than an answer without a value
 
 
@@ -74,6 +78,69 @@ class Server:
 
     def thaw(self) -> None:
         self._process.send_signal(signal.SIGCONT)
+
+
+class KVBoostServer:
+    """`python -m kvboost.server` with a model, on any free port.
+
+    `api_key` is what an administrator calls it with, if it has keys.
+    """
+
+    def __init__(self, model: str, log: Path, *flags: str, api_key: str = "none") -> None:
+        self.log = log
+        self.api_key = api_key
+        self.url = f"http://127.0.0.1:{free_port()}"
+        command = [sys.executable, "-m", "kvboost.server", "--model", model]
+        command += ["--port", self.url.rpartition(":")[2], *flags]
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(command, stderr=stderr)
+        self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        give_up_at = time.monotonic() + MODEL_START_S
+        while time.monotonic() < give_up_at and self.process.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/ready").status_code == 200:
+                    return
+            time.sleep(0.1)
+        self.kill()
+        pytest.fail(f"the server did not start: {self.log.read_text()[-2000:]}")
+
+    @property
+    def model(self) -> str:
+        """Its name for clients."""
+        name: str = self._get("/v1/models")["data"][0]["id"]
+        return name
+
+    def num_requests(self) -> int:
+        """Requests that run or wait."""
+        batch = self._get("/v1/stats")["batch"]
+        return int(batch["num_running"] + batch["num_waiting"])
+
+    def _get(self, path: str) -> Any:
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        return httpx.get(self.url + path, headers=headers).raise_for_status().json()
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def kvboost_server(
+    model: str, log: Path, *flags: str, api_key: str = "none"
+) -> Iterator[KVBoostServer]:
+    """A server that is ready; at the end of the block it must end well."""
+    server = KVBoostServer(model, log, *flags, api_key=api_key)
+    try:
+        yield server
+        server.terminate()
+        assert server.process.wait(STOP_S) == 0, log.read_text()[-2000:]
+    finally:
+        server.kill()
 
 
 @contextlib.contextmanager

@@ -6,10 +6,13 @@ say nothing of a model's quality.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from fakes import byte_tokenizer
 
 VOCABULARY = 512
 _BASE: dict[str, Any] = {
@@ -189,3 +192,18 @@ def build(model_type: str, differences: dict[str, Any], seed: int = 0) -> PreTra
         if hasattr(part, "initializer_range"):
             part.initializer_range = 0.12
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+CHAT_TEMPLATE = """\
+{% for message in messages %}<{{ message.role }}>{{ message.content }}
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def save(folder: Path) -> str:
+    """A model with a tokenizer for a server to load; what it says means nothing."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    size = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    build("llama", size | {"num_hidden_layers": 2}).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)

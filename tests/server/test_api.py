@@ -98,6 +98,11 @@ def test_headers_tell_of_reuse_and_carry_the_request_id(client: TestClient) -> N
     assert strange.headers["x-request-id"].startswith("req-")
 
 
+def test_a_wrong_method_is_told_the_right_ones(client: TestClient) -> None:
+    reply = client.get(CHAT)
+    assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
+
+
 @pytest.mark.parametrize(
     ("prompt", "tokens"),
     [
@@ -523,6 +528,22 @@ def test_models_stats_and_metrics_are_shown(client: TestClient) -> None:
     assert client.get("/metrics").headers["content-type"] == "text/plain; version=1"
 
 
+@pytest.mark.parametrize("path", ["/v1/warm", "/v1/cache/pin", "/v1/cache/delete"])
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({"text": "a" * 1000}, "context_length_exceeded"),
+        ({"messages": [{"role": "user", "content": "refuse"}]}, "invalid_value"),
+    ],
+)
+def test_what_could_not_be_a_prompt_is_not_stored_either(
+    client: TestClient, stand: Stand, path: str, body: Any, code: str
+) -> None:
+    reply = client.post(path, json=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, code)
+    assert stand.engine.warmed == stand.engine.calls == []
+
+
 def test_texts_are_warmed(client: TestClient, stand: Stand) -> None:
     reply = client.post("/v1/warm", json={"texts": ["a", "b"], "pin": True, "ttl_s": 5.0})
     assert reply.json()["num_tokens"] == 10
@@ -530,7 +551,7 @@ def test_texts_are_warmed(client: TestClient, stand: Stand) -> None:
     assert content == ["a", "b"]
     assert (arguments["pin"], arguments["ttl_s"], arguments["tenant"]) == (True, 5.0, "")
     assert client.post("/v1/warm", json={"messages": USER}).status_code == 200
-    assert stand.engine.warmed[1][0] == USER
+    assert bytes(stand.engine.warmed[1][0]) == b"<user>hi"
     for wrong in ({}, {"text": "a", "texts": ["b"]}, {"text": "a", "ttl_s": 5.0}):
         assert client.post("/v1/warm", json=wrong).status_code == 400
 

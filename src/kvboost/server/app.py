@@ -16,13 +16,13 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kvboost import __version__
-from kvboost.engine.texts import chat_tokens, tokens_of
 from kvboost.errors import KVBoostError
 from kvboost.server.answers import unless_gone
-from kvboost.server.bodies import CacheBody, ChatBody, CompletionBody, Message, WarmBody
+from kvboost.server.bodies import CacheBody, ChatBody, CompletionBody, WarmBody
+from kvboost.server.documented import DocumentedApp, responses
 from kvboost.server.exchange import Exchange, Running
 from kvboost.server.gate import REQUEST_ID, Gate
 from kvboost.server.keys import KeyRing
@@ -44,39 +44,6 @@ BODIES: dict[str, type[BaseModel]] = {
 }
 Routes: TypeAlias = tuple[tuple[str, str, Callable[..., Any]], ...]
 MOST_LISTED = 10_000  # chunks
-
-
-class Error(BaseModel):
-    """OpenAI's error."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    """OpenAI's error body."""
-
-    error: Error
-
-
-STATUSES = {
-    400: "a parameter is wrong or cannot be applied",
-    401: "no API key, or a wrong one",
-    403: "the API key is not an administrator's, or the host name is not this machine's",
-    404: "no such path or model",
-    405: "no such method",
-    413: "the body is too large",
-    429: "over the limits of the API key",
-    500: "a fault of the server",
-    503: "the queue is full, or the server shuts down",
-    504: "not done within the deadline",
-}
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": text} for status, text in STATUSES.items()
-}
-ERRORS["default"] = {"model": ErrorBody, "description": "any other error"}
 
 
 class Endpoints:
@@ -126,8 +93,9 @@ class Endpoints:
                     endpoint,
                     methods=[method],
                     dependencies=needs,
-                    responses=ERRORS,
+                    responses=responses(path),
                     response_model=None,
+                    response_class=PlainTextResponse if path == "/metrics" else JSONResponse,
                 )
 
     async def health(self) -> Response:
@@ -180,7 +148,7 @@ class Endpoints:
 
     async def warm(self, body: WarmBody, request: Request) -> Response:
         """Read texts before they are needed."""
-        content: Any = body.text or body.texts or _plain(body.messages)
+        content = await _on(self._preparing, partial(self._planner.warmed, body))
         warming = partial(
             self._engine.warm,
             content,
@@ -206,7 +174,7 @@ class Endpoints:
         """Keep what is stored of a text from leaving."""
         if body.everything:
             raise refused("everything cannot be pinned", "everything")
-        tokens = await _on(self._preparing, partial(self._tokens, body))
+        tokens = await _on(self._preparing, partial(self._planner.stored, body))
         pinning = partial(self._engine.contents.pin, tokens, ttl_s=body.ttl_s)
         num = await asyncio.to_thread(pinning, tenant=_tenant(body.tenant, request))
         return JSONResponse({"num_pinned": num})
@@ -217,7 +185,7 @@ class Endpoints:
             raise refused("ttl_s is how long a pin lasts", "ttl_s")
         tokens = None
         if not body.everything:
-            tokens = await _on(self._preparing, partial(self._tokens, body))
+            tokens = await _on(self._preparing, partial(self._planner.stored, body))
         deleting = partial(self._engine.contents.delete, tokens)
         num = await asyncio.to_thread(deleting, tenant=_tenant(body.tenant, request))
         return JSONResponse({"num_deleted": num})
@@ -236,11 +204,6 @@ class Endpoints:
         plan = await unless_gone(request, _on(self._preparing, make_plan))
         return Exchange(plan, self._running)
 
-    def _tokens(self, body: CacheBody) -> list[int]:
-        if body.text is not None:
-            return tokens_of(body.text, self._engine.tokenizer)
-        return chat_tokens(_plain(body.messages), self._engine.tokenizer)
-
 
 async def _on(thread: ThreadPoolExecutor, work: Callable[[], Any]) -> Any:
     return await asyncio.get_running_loop().run_in_executor(thread, work)
@@ -256,7 +219,7 @@ def make_app(
     keys: KeyRing | None = None,
 ) -> FastAPI:
     """The whole application; `app.state.running` is what a shutdown drains."""
-    app = FastAPI(title="KVBoost", version=__version__, docs_url=None, redoc_url=None)
+    app = DocumentedApp(title="KVBoost", version=__version__, docs_url=None, redoc_url=None)
     keys = KeyRing() if keys is None else keys
     running = app.state.running = Running(engine, options.request_deadline_s)
     planner = Planner(engine.tokenizer, options, model, grammars)
@@ -290,7 +253,7 @@ def _plain_problem(error: Exception) -> Problem:
     assert isinstance(error, HTTPException)
     names = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}
     code = names.get(error.status_code)
-    return Problem(error.status_code, str(error.detail), code=code)
+    return Problem(error.status_code, str(error.detail), code=code, headers=error.headers)
 
 
 async def _need_admin(request: Request) -> None:
@@ -302,7 +265,3 @@ def _tenant(named: str | None, request: Request) -> str:
     """Whose cache an administrator means."""
     tenant: str = request.state.caller.tenant
     return tenant if named is None else named
-
-
-def _plain(messages: list[Message] | None) -> list[dict[str, Any]]:
-    return [message.plain for message in messages or ()]

@@ -10,16 +10,19 @@ from jinja2 import TemplateError
 
 from kvboost.core import Grammar, Sampling
 from kvboost.engine.results import Completion
-from kvboost.engine.texts import chat_tokens, tokens_of
+from kvboost.engine.texts import chat_tokens, texts_to_warm, tokens_of
 from kvboost.errors import ConfigError
 from kvboost.server.answers import Ask
 from kvboost.server.bodies import (
     MAX_SEED,
+    CacheBody,
     ChatBody,
     CompletionBody,
+    Message,
     ObjectFormat,
     Sampled,
     SchemaFormat,
+    WarmBody,
 )
 from kvboost.server.options import ServerOptions
 from kvboost.server.problems import Problem, refused
@@ -130,6 +133,23 @@ class Planner:
         asks = self._asks(body, tokens, num_new, grammars, top_logprobs)
         return self._plan(body, asks, len(grammars), len(grammars), reply)
 
+    def stored(self, body: CacheBody) -> list[int]:
+        """The tokens whose K/V is meant."""
+        if body.text is not None:
+            tokens = tokens_of(body.text, self._tokenizer)
+        else:
+            tokens = self._rendered(_plain(body.messages))
+        self._check_fits(tokens)
+        return tokens
+
+    def warmed(self, body: WarmBody) -> str | list[str] | list[int]:
+        """What is to be read for later; none of it is longer than a prompt may be."""
+        content = body.text or body.texts or self._rendered(_plain(body.messages))
+        before = tokens_of(body.preface, self._tokenizer) if body.preface else []
+        for tokens in texts_to_warm(content, self._tokenizer, anywhere=bool(body.anywhere)):
+            self._check_fits([*before, *tokens])
+        return content
+
     def _plan(
         self, body: Sampled, asks: Sequence[Ask], num_each: int, num_kept: int, reply: Reply
     ) -> Plan:
@@ -182,17 +202,16 @@ class Planner:
             raise Problem(404, reason, param="model", code="model_not_found")
 
     def _chat_tokens(self, body: ChatBody) -> list[int]:
-        messages = [message.plain for message in body.messages]
         choice = body.named_tool or body.tool_choice or "auto"
-        ready = prepare(messages, body.active_tools, choice, self._tokenizer)
+        ready = prepare(_plain(body.messages), body.active_tools, choice, self._tokenizer)
+        arguments = {"add_generation_prompt": True, **ready.arguments}
+        return self._rendered(ready.messages, body.documents or (), **arguments)
+
+    def _rendered(
+        self, messages: list[dict[str, Any]], documents: Sequence[str] = (), **arguments: Any
+    ) -> list[int]:
         try:
-            return chat_tokens(
-                ready.messages,
-                self._tokenizer,
-                body.documents or (),
-                add_generation_prompt=True,
-                **ready.arguments,
-            )
+            return chat_tokens(messages, self._tokenizer, documents, **arguments)
         except ConfigError:
             raise
         except (TemplateError, ValueError, TypeError) as error:
@@ -210,24 +229,25 @@ class Planner:
 
     def _room(self, tokens: Sequence[int], wanted: int | None, param: str) -> int:
         """How many tokens an answer may have."""
-        num_prompt, most = len(tokens), self._options.max_new_tokens
-        if max(tokens) >= self._model.vocab_size:
-            raise refused(f"token {max(tokens)} is not in the vocabulary", "prompt")
-        longest = self._options.max_prompt_tokens
-        if longest is not None and num_prompt > longest:
-            raise _too_long(f"the prompt has {num_prompt} tokens, at most {longest} are allowed")
+        most = self._options.max_new_tokens
         if wanted is not None and wanted > most:
             raise refused(f"{param}={wanted}: at most {most} are allowed", param)
-        if self._model.context_tokens is None:
+        self._check_fits(tokens, wanted)
+        if wanted or self._model.context_tokens is None:
             return wanted or most
-        room = self._model.context_tokens - num_prompt
-        if room < (wanted or 1):
+        return min(most, self._model.context_tokens - len(tokens))
+
+    def _check_fits(self, tokens: Sequence[int], wanted: int | None = None) -> None:
+        num_prompt = len(tokens)
+        if max(tokens, default=0) >= self._model.vocab_size:
+            raise refused(f"token {max(tokens)} is not in the vocabulary", "prompt")
+        longest, context = self._options.max_prompt_tokens, self._model.context_tokens
+        if longest is not None and num_prompt > longest:
+            raise _too_long(f"the prompt has {num_prompt} tokens, at most {longest} are allowed")
+        if context is not None and num_prompt + (wanted or 1) > context:
             asked = f" and {wanted} new ones" if wanted else ""
-            raise _too_long(
-                f"the prompt has {num_prompt} tokens{asked}, the model's context "
-                f"{self._model.context_tokens}"
-            )
-        return wanted or min(most, room)
+            reason = f"the prompt has {num_prompt} tokens{asked}, the model's context {context}"
+            raise _too_long(reason)
 
     def _bias(self, written: dict[str, float]) -> dict[int, float]:
         bias = {}
@@ -236,6 +256,10 @@ class Planner:
                 raise refused(f"logit_bias: {name!r} is not a token id", "logit_bias")
             bias[int(name)] = value
         return bias
+
+
+def _plain(messages: Sequence[Message] | None) -> list[dict[str, Any]]:
+    return [message.plain for message in messages or ()]
 
 
 def _too_long(message: str) -> Problem:

@@ -31,8 +31,9 @@ class Problem(HTTPException):
         param: str | None = None,
         kind: str | None = None,
         retry_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(status, message)
+        super().__init__(status, message, headers)
         self.code = code
         self.param = param
         self.kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
@@ -49,7 +50,7 @@ class Problem(HTTPException):
     @property
     def response(self) -> JSONResponse:
         """The whole answer."""
-        headers = {}
+        headers = dict(self.headers or {})
         if self.retry_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_s)))
         if self.status_code == 401:
