@@ -13,6 +13,8 @@ from kvboost.core import KVGeometry
 from kvboost.errors import ConfigError
 from kvboost.metrics import Metrics
 from kvboost.models.hf import HFModel
+from kvboost.models.paged import BlockPool
+from kvboost.models.pool import Pool, SlotPool
 from kvboost.policy.cost import CostModel
 from kvboost.policy.guard import QualityGuard
 from kvboost.reuse.repair.base import Repair
@@ -38,6 +40,7 @@ class Parts:
     boundaries: Set[int]  # token ids after which a chunk may end early
     store: ChunkStore
     repairs: Mapping[float, Repair]  # by ratio: none, the one asked for, then stronger ones
+    pool: Pool  # the rows of the batch
     cost: CostModel
     guard: QualityGuard
     metrics: Metrics
@@ -50,10 +53,7 @@ class Parts:
     @property
     def working_tokens(self) -> int:
         """Tokens of K/V that running requests may have in all."""
-        options = self.options
-        if options.num_blocks is not None:
-            return options.num_blocks * options.block_size
-        return options.max_cache_bytes // max(1, self.model.geometry.bytes_per_token)
+        return self.pool.num_tokens
 
 
 def build(options: Options, model: HFModel, boundaries: Set[int]) -> Parts:
@@ -66,6 +66,7 @@ def build(options: Options, model: HFModel, boundaries: Set[int]) -> Parts:
         boundaries=boundaries,
         store=build_store(options, model.geometry, metrics),
         repairs={0.0: NoRepair(), **{ratio: build_repair(options, ratio) for ratio in ratios}},
+        pool=build_pool(options, model),
         cost=CostModel(),
         guard=QualityGuard(options.quality_budget, ratios, options.audit_ratio),
         metrics=metrics,
@@ -91,6 +92,21 @@ def build_store(options: Options, geometry: KVGeometry, metrics: Metrics) -> Chu
         tiers.close()
         raise
     return store
+
+
+def build_pool(options: Options, model: HFModel) -> Pool:
+    """The working memory of the batch.
+
+    "auto" is slots on every device: on CPU they are not slower, on others nothing was measured.
+    """
+    num_blocks = options.num_blocks
+    if num_blocks is None:
+        block_bytes = options.block_size * max(1, model.geometry.bytes_per_token)
+        num_blocks = options.max_cache_bytes // block_bytes
+    if options.backend == "paged" and not model.refusal:
+        device = model.model.device
+        return BlockPool(model.geometry, num_blocks, options.block_size, device)
+    return SlotPool(model.geometry, num_blocks * options.block_size, model.model.device)
 
 
 def build_repair(options: Options, ratio: float) -> Repair:

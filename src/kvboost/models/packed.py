@@ -118,28 +118,48 @@ class SharedRun:
 
     def __init__(self, shared: SharedRows, segments: Sequence[Segment]) -> None:
         self._shared, self._first = shared, segments[0].start
-        self._pieces: list[tuple[list[Segment], torch.Tensor | None]] = []
+        self._pieces: list[tuple[list[Segment], ShortRows | None]] = []
         for is_short, run in groupby(segments, key=_is_short):
             members = list(run)
             if is_short:
-                self._pieces.append((members, _mask_of_short(members)))
+                self._pieces.append((members, ShortRows(members)))
             else:
                 self._pieces += [([each], None) for each in members]
 
     def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attention of these requests [1, tokens, heads, head_dim]."""
         outputs, totals = [], []
-        for members, mask in self._pieces:
+        for members, short in self._pieces:
             part = query[:, :, members[0].start - self._first : members[-1].stop - self._first]
-            if mask is None:
+            if short is None:
                 output, total = cascade.attend_appended(part, *members[0].kv, scale)
             else:
-                output, total = _attend_short(part, members, layer, mask, scale)
+                output, total = short.attend(layer, part, scale)
             outputs.append(output.float())
             totals.append(total)
         own = (torch.cat(outputs, dim=2), torch.cat(totals, dim=2))
         joined, _ = cascade.join(cascade.attend(query, *self._shared.layer(layer), scale), own)
         return joined.to(query.dtype).transpose(1, 2)
+
+
+class ShortRows:
+    """Requests with one token on few own rows: a copy is cheaper than a kernel for each."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        owns = [segment.rows.own for segment in segments]
+        lengths = torch.tensor([own.length + 1 for own in owns])
+        longest = int(lengths.max())
+        self._stacked = owns[0].stacked(owns, longest)
+        is_hidden = torch.arange(longest) >= lengths[:, None]
+        blank = torch.zeros(is_hidden.shape, dtype=owns[0].dtype)
+        lowest = torch.finfo(owns[0].dtype).min
+        self._mask = blank.masked_fill_(is_hidden, lowest)[:, None, None]
+
+    def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> cascade.Part:
+        """Attention of each to its own rows."""
+        key, value = self._stacked(layer)
+        output, total = cascade.attend(query.transpose(0, 2), key, value, scale, mask=self._mask)
+        return output.transpose(0, 2), total.transpose(0, 2)
 
 
 class PackedMask:
@@ -219,31 +239,3 @@ def _whole(segment: Segment, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _is_short(segment: Segment) -> bool:
     own = segment.rows.own
     return segment.rows.shared is not None and len(segment.tokens) == 1 and own.length < SHORT_ROWS
-
-
-def _mask_of_short(segments: Sequence[Segment]) -> torch.Tensor:
-    """Hides what lies behind each request's own rows; makes room for as many rows in all."""
-    lengths = torch.tensor([segment.rows.own.length + 1 for segment in segments])
-    longest = int(lengths.max())
-    for segment in segments:
-        if segment.rows.own.capacity < longest:
-            segment.rows.own.grow(-(-longest // 64) * 64)
-    is_hidden = torch.arange(longest) >= lengths[:, None]
-    dtype = segments[0].rows.own.dtype
-    mask = torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, torch.finfo(dtype).min)
-    return mask[:, None, None]
-
-
-def _attend_short(
-    query: torch.Tensor,
-    segments: Sequence[Segment],
-    layer: int,
-    mask: torch.Tensor,
-    scale: float | None,
-) -> cascade.Part:
-    """One token of each request on its few own rows: a copy is cheaper than a kernel for each."""
-    layers = [segment.rows.own.layers[layer] for segment in segments]
-    key = torch.cat([each.keys[:, :, : mask.shape[-1]] for each in layers])
-    value = torch.cat([each.values[:, :, : mask.shape[-1]] for each in layers])
-    output, total = cascade.attend(query.transpose(0, 2), key, value, scale, mask=mask)
-    return output.transpose(0, 2), total.transpose(0, 2)

@@ -7,9 +7,10 @@ rows in place and hands attention a view.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -29,17 +30,22 @@ class Behind:
     positions: torch.Tensor
 
 
-RowObserver = Callable[[int, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
-"""Called with a layer, its fresh K and V, and its stored K and V of all rows."""
+KeyValue: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""K and V of one layer, each [batch, heads, rows, head_dim]."""
+
+RowObserver = Callable[[int, KeyValue, KeyValue], None]
+"""Called with a layer, its fresh K and V, and its stored K and V of all visible rows."""
+
+STACKED_STEP = 64  # rows by which caches that are read together grow
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's view of the buffers; all state lives in the cache."""
+    """One layer's view of the rows; all state lives in the cache."""
 
     is_sliding = False  # rows are kept for the whole sequence; the mask applies the window
     is_croppable = True
 
-    def __init__(self, cache: SlotCache, index: int) -> None:
+    def __init__(self, cache: RowCache, index: int) -> None:
         super().__init__()
         self._cache, self._index = cache, index
         self.is_initialized = True
@@ -49,25 +55,26 @@ class SlotLayer(CacheLayerMixin):
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new rows in place; return views of all visible rows."""
+    ) -> KeyValue:
+        """Write the new rows; return all visible ones."""
         cache = self._cache
         visible = cache.visible_after(key_states.shape[2])
-        if visible > cache.capacity:
-            cache.grow(max(visible, 2 * cache.capacity))
+        first = cache.length if cache.scattered is None else 0
+        cache.make_room(first, visible)
+        fresh, stored = (key_states, value_states), cache.layer_rows(self._index, visible)
         if cache.observer is not None:
-            cache.observer(self._index, (key_states, value_states), (self.keys, self.values))
-        if cache.scattered is None:
-            self.keys[:, :, cache.length : visible].copy_(key_states)
-            self.values[:, :, cache.length : visible].copy_(value_states)
-        else:
-            for stored, fresh in ((self.keys, key_states), (self.values, value_states)):
+            cache.observer(self._index, fresh, stored)
+        for rows, new in zip(stored, fresh, strict=True):
+            if cache.scattered is None:
+                rows[:, :, first:].copy_(new)
+            else:
                 for patch in cache.patches:
-                    spread.apply(patch, stored, fresh)
-                stored.index_copy_(2, cache.scattered, fresh)
+                    spread.apply(patch, rows, new)
+                rows.index_copy_(2, cache.scattered, new)
+        cache.put_back(self._index, stored, first)
         if self is cache.last_layer:
             cache.length, cache.scattered, cache.patches = visible, None, []
-        return self.keys[:, :, :visible], self.values[:, :, :visible]
+        return stored
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Visible rows and the first of them."""
@@ -78,21 +85,21 @@ class SlotLayer(CacheLayerMixin):
         return self._cache.length
 
     def get_max_length(self) -> int:
-        """No limit: the buffers grow."""
+        """No limit: room is made as it is needed."""
         return -1
 
 
-class SlotCache(Cache):
-    """Rows for `capacity` positions of one sequence, or of several once beams are expanded.
+class RowCache(Cache, ABC):
+    """Rows of K/V for the positions of a sequence; where they lie is the subclass's matter.
 
     By default a forward appends after `length`. `scatter` makes the next forward write (and
     mask) at positions of its own.
     """
 
-    def __init__(self, geometry: KVGeometry, capacity: int, device: torch.device) -> None:
-        self._geometry = geometry
+    def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
+        self._geometry, self.device = geometry, device
         self.dtype = getattr(torch, geometry.dtype)
-        self.capacity = capacity
+        self.capacity = 0
         self.length = 0
         self.exact_stop = sys.maxsize
         self.scattered: torch.Tensor | None = None
@@ -102,6 +109,102 @@ class SlotCache(Cache):
         self._scattered_stop = 0
         layers = [SlotLayer(self, index) for index in range(geometry.num_layers)]
         super().__init__(layers=layers)
+        self.last_layer = layers[max(p for group in geometry.groups for p in group.planes) // 2]
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences in it."""
+        return 1
+
+    @abstractmethod
+    def make_room(self, first: int, stop: int) -> None:
+        """Let the rows from `first` to `stop` be written."""
+
+    @abstractmethod
+    def layer_rows(self, layer: int, num_rows: int) -> KeyValue:
+        """The first rows of a layer, for which there is room: views, or copies to `put_back`."""
+
+    def put_back(self, layer: int, stored: KeyValue, first: int) -> None:
+        """Keep what was written to `layer_rows`, from row `first` on; views need nothing."""
+
+    @abstractmethod
+    def stacked(self, caches: Sequence[Any], num_rows: int) -> Callable[[int], KeyValue]:
+        """What gives the first rows of a layer of several caches [caches, heads, rows, head_dim].
+
+        They are of this kind, and each may append one row before it is called. Rows that a cache
+        does not have are zeros.
+        """
+
+    @abstractmethod
+    def write(self, span: Span, kv: KV) -> None:
+        """Copy the first `len(span)` tokens of `kv` to the rows of `span`."""
+
+    @abstractmethod
+    def read(self, span: Span) -> KV:
+        """The rows of `span` of the first sequence: views, or copies to be written."""
+
+    @abstractmethod
+    def head(self, num_rows: int) -> RowCache:
+        """The first rows, as a cache over the same memory."""
+
+    @abstractmethod
+    def tail(self, num_before: int) -> RowCache:
+        """All rows from `num_before` on, as a cache over the same memory that counts from there.
+
+        It takes the place of this one, which must not be used any more.
+        """
+
+    @abstractmethod
+    def buffers(self) -> dict[int, tuple[int, int]]:
+        """Bytes and rows of each piece of memory below it, by its place."""
+
+    def hold(self) -> None:
+        """Keep its memory until one more `release`."""
+
+    def release(self) -> None:
+        """Give its memory back; by default that is left to Python."""
+
+    def like(self, capacity: int) -> SlotCache:
+        """An empty one of the same shape in a buffer of its own."""
+        return SlotCache(self._geometry, capacity, self.device)
+
+    def scatter(self, positions: Sequence[int]) -> None:
+        """Let the next forward write its rows at `positions`, in that order."""
+        self.scattered = torch.tensor(positions, device=self.device)
+        self._scattered_stop = max(positions) + 1
+
+    def correct(self, runs: Iterable[Span], positions: Sequence[int]) -> None:
+        """Let the next forward, of `positions`, also correct the other rows of the moved `runs`."""
+        self.patches = spread.patches(runs, positions, self.dtype, self.device)
+
+    def visible_after(self, num_queries: int) -> int:
+        """Rows that a forward of `num_queries` tokens can see, its own included."""
+        if self.scattered is None:
+            return self.length + num_queries
+        return max(self.length, self._scattered_stop)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
+        """What to add to a query's index to get its position.
+
+        Transformers adds this to arange(num_queries) when it builds any mask. A tensor of
+        differences puts each scattered query at its own position, so that every kind of mask
+        (causal, sliding, chunked) comes out right without knowing the model.
+        """
+        if self.scattered is None:
+            return self.length
+        return self.scattered - torch.arange(len(self.scattered), device=self.scattered.device)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` rows (Transformers counts them as a negative)."""
+        self.length -= abs(tokens_to_remove)
+
+
+class SlotCache(RowCache):
+    """Rows in one buffer, of one sequence, or of several once beams are expanded."""
+
+    def __init__(self, geometry: KVGeometry, capacity: int, device: torch.device) -> None:
+        super().__init__(geometry, device)
+        self.capacity = capacity
         # Each [planes, batch, heads, capacity, head_dim]. Rows that were not written yet may lie
         # behind a mask, where they must be numbers.
         self._buffers = [
@@ -112,13 +215,7 @@ class SlotCache(Cache):
             )
             for group in geometry.groups
         ]
-        self.last_layer = layers[max(p for group in geometry.groups for p in group.planes) // 2]
         self._hand_out_views()
-
-    @property
-    def device(self) -> torch.device:
-        """Where the buffers are."""
-        return self._buffers[0].device
 
     @property
     def batch_size(self) -> int:
@@ -131,6 +228,31 @@ class SlotCache(Cache):
         self.exact_stop = sys.maxsize
         return self
 
+    def make_room(self, first: int, stop: int) -> None:
+        """Let the rows from `first` to `stop` be written."""
+        if stop > self.capacity:
+            self.grow(max(stop, 2 * self.capacity))
+
+    def layer_rows(self, layer: int, num_rows: int) -> KeyValue:
+        """The first rows of a layer, as views."""
+        views = self.layers[layer]
+        return views.keys[:, :, :num_rows], views.values[:, :, :num_rows]
+
+    def stacked(self, caches: Sequence[SlotCache], num_rows: int) -> Callable[[int], KeyValue]:
+        """What gives the first rows of a layer of several caches [caches, heads, rows, head_dim].
+
+        All have room for as many rows then.
+        """
+        for cache in caches:
+            if cache.capacity < num_rows:
+                cache.grow(-(-num_rows // STACKED_STEP) * STACKED_STEP)
+
+        def of_layer(layer: int) -> KeyValue:
+            keys, values = zip(*(c.layer_rows(layer, num_rows) for c in caches), strict=True)
+            return torch.cat(keys), torch.cat(values)
+
+        return of_layer
+
     def head(self, num_rows: int) -> SlotCache:
         """The first rows, as a cache over the same memory."""
         return self._part(slice(0, num_rows), num_rows)
@@ -140,10 +262,6 @@ class SlotCache(Cache):
         rest = self._part(slice(num_before, None), self.length - num_before)
         rest.exact_stop = self.exact_stop - num_before
         return rest
-
-    def like(self, capacity: int) -> SlotCache:
-        """An empty one of the same kind."""
-        return SlotCache(self._geometry, capacity, self.device)
 
     def buffers(self) -> dict[int, tuple[int, int]]:
         """Bytes and rows of the memory below it, by its place; parts of a cache lie in one."""
@@ -169,33 +287,6 @@ class SlotCache(Cache):
         """The rows of `span` of the first sequence, as views."""
         return [buffer[:, 0, :, span.start : span.stop] for buffer in self._buffers]
 
-    def scatter(self, positions: Sequence[int]) -> None:
-        """Let the next forward write its rows at `positions`, in that order."""
-        self.scattered = torch.tensor(positions, device=self._buffers[0].device)
-        self._scattered_stop = max(positions) + 1
-
-    def correct(self, runs: Iterable[Span], positions: Sequence[int]) -> None:
-        """Let the next forward, of `positions`, also correct the other rows of the moved `runs`."""
-        buffer = self._buffers[0]
-        self.patches = spread.patches(runs, positions, buffer.dtype, buffer.device)
-
-    def visible_after(self, num_queries: int) -> int:
-        """Rows that a forward of `num_queries` tokens can see, its own included."""
-        if self.scattered is None:
-            return self.length + num_queries
-        return max(self.length, self._scattered_stop)
-
-    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
-        """What to add to a query's index to get its position.
-
-        Transformers adds this to arange(num_queries) when it builds any mask. A tensor of
-        differences puts each scattered query at its own position, so that every kind of mask
-        (causal, sliding, chunked) comes out right without knowing the model.
-        """
-        if self.scattered is None:
-            return self.length
-        return self.scattered - torch.arange(len(self.scattered), device=self.scattered.device)
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Copy each sequence for beams or several answers."""
         self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
@@ -214,10 +305,6 @@ class SlotCache(Cache):
         for buffer in self._buffers:
             used = buffer[:, :, :, : self.length]
             used.copy_(used.index_select(1, beam_idx.to(buffer.device)))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` rows (Transformers counts them as a negative)."""
-        self.length -= abs(tokens_to_remove)
 
     def reset(self) -> None:
         """Forget everything."""

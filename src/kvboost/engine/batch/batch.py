@@ -137,9 +137,8 @@ class Batch:
             return True
         if self._is_alone(member):
             return False
-        used = sum(each.num_tokens - each.rows.num_shared for each in self._running)
-        used += sum({each.rows.shared: each.rows.num_shared for each in self._running}.values())
-        if used + member.num_tokens > self._parts.working_tokens:
+        sizes = ((each.rows, each.num_tokens) for each in self._running)
+        if not self._parts.pool.fits(sizes, member.num_tokens):
             return False
         return not self._waits_for_another(member)
 
@@ -178,7 +177,7 @@ class Batch:
             decision = decision.on_shared(*member.names, shared.num_rows)
         num_own = len(request.tokens) - (shared.num_rows if shared else 0)
         num_new = min(member.sampling.max_new_tokens, FIRST_NEW_ROWS)
-        rows = Rows(parts.model.fresh_slots(num_own + num_new), shared)
+        rows = member.owner.rows = Rows(parts.pool.cache(num_own + num_new), shared)
         member.start(fill(decision, request.tokens, parts, terms, rows))
         self._running.append(member)
         if member.names is not None:
@@ -273,15 +272,18 @@ class Batch:
             self._parts.cost.observe(prefilled.work, time.perf_counter() - prefilled.started_at)
 
     def _finish(self, member: Member) -> None:
+        completion = _completion(member, self._parts)
         self._running.remove(member)
-        member.ticket.future.set_result(_completion(member, self._parts))
+        member.ticket.future.set_result(completion)
         looked_up = member.terms.reuse != "off"
-        count(member.request, member.prefilled, self._parts, looked_up=looked_up)
-        if looked_up:
-            try:
+        try:
+            count(member.request, member.prefilled, self._parts, looked_up=looked_up)
+            if looked_up:
                 self._keep(member)
-            except Exception:
-                log.exception("storing an answer failed; the answer is not affected")
+        except Exception:
+            log.exception("storing an answer failed; the answer is not affected")
+        finally:
+            member.owner.close()
 
     def _keep(self, member: Member) -> None:
         request, parts, prefilled = member.request, self._parts, member.prefilled
@@ -300,6 +302,7 @@ class Batch:
             self._running.remove(member)
         elif member in self._waiting:
             self._waiting.remove(member)
+        member.owner.close()
         member.ticket.future.set_exception(error)
 
 
