@@ -38,9 +38,9 @@ class Parts:
     options: Options
     model: HFModel
     boundaries: Set[int]  # token ids after which a chunk may end early
+    pool: Pool  # working K/V of the batch
     store: ChunkStore
     repairs: Mapping[float, Repair]  # by ratio: none, the one asked for, then stronger ones
-    pool: Pool  # the rows of the batch
     cost: CostModel
     guard: QualityGuard
     metrics: Metrics
@@ -64,9 +64,9 @@ def build(options: Options, model: HFModel, boundaries: Set[int]) -> Parts:
         options=options,
         model=model,
         boundaries=boundaries,
+        pool=build_pool(options, model),
         store=build_store(options, model.geometry, metrics),
         repairs={0.0: NoRepair(), **{ratio: build_repair(options, ratio) for ratio in ratios}},
-        pool=build_pool(options, model),
         cost=CostModel(),
         guard=QualityGuard(options.quality_budget, ratios, options.audit_ratio),
         metrics=metrics,
@@ -99,14 +99,13 @@ def build_pool(options: Options, model: HFModel) -> Pool:
 
     "auto" is slots on every device: on CPU they are not slower, on others nothing was measured.
     """
+    geometry, device, size = model.geometry, model.model.device, options.block_size
     num_blocks = options.num_blocks
     if num_blocks is None:
-        block_bytes = options.block_size * max(1, model.geometry.bytes_per_token)
-        num_blocks = options.max_cache_bytes // block_bytes
-    if options.backend == "paged" and not model.refusal:
-        device = model.model.device
-        return BlockPool(model.geometry, num_blocks, options.block_size, device)
-    return SlotPool(model.geometry, num_blocks * options.block_size, model.model.device)
+        num_blocks = options.max_cache_bytes // (size * max(1, geometry.bytes_per_token))
+    if options.backend == "paged":
+        return BlockPool(geometry, 0 if model.refusal else num_blocks, size, device)
+    return SlotPool(geometry, num_blocks * size, device)
 
 
 def build_repair(options: Options, ratio: float) -> Repair:
