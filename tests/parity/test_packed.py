@@ -8,6 +8,8 @@ from transformers import DynamicCache
 
 from kvboost.models.hf import HFModel
 from kvboost.models.packed import Segment
+from kvboost.models.paged import BlockPool
+from kvboost.models.pool import Pool, SlotPool
 from kvboost.models.rows import Rows
 from tiny_models import SUPPORTED, VOCABULARY, build
 
@@ -37,12 +39,26 @@ def native_logits(name: str, tokens: list[int]) -> torch.Tensor:
     return logits
 
 
+def pool_of(model: HFModel, memory: str) -> Pool:
+    geometry, device = model.geometry, model.model.device
+    if memory == "slots":
+        return SlotPool(geometry, 999, device)
+    pool = BlockPool(geometry, 100, 7, device)
+    if memory == "pieces":  # no two free blocks follow one another
+        pool.hold(range(0, 100, 2))
+    return pool
+
+
+MEMORY = pytest.mark.parametrize("memory", ["slots", "blocks", "pieces"])
+
+
 class Packed:
     """Sequences of one model; each step checks the logits of all that took part."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, memory: str) -> None:
         self.name = name
         self.model = HFModel(build(*SUPPORTED[name]))
+        self.pool = pool_of(self.model, memory)
         self.native: dict[int, torch.Tensor] = {}
 
     def step(self, *parts: tuple[list[int], Rows, range | list[int]]) -> None:
@@ -67,21 +83,23 @@ def test_models_that_cannot_be_packed_are_found_out() -> None:
     assert {name for name, packs in packing.items() if not packs} == ONE_BY_ONE
 
 
+@MEMORY
 @pytest.mark.parametrize("name", sorted(ONE_BY_ONE))
-def test_where_rows_cannot_be_packed_a_step_takes_one_forward_each(name: str) -> None:
-    packed = Packed(name)
-    first, apart = (Rows(packed.model.fresh_slots(8)) for _ in range(2))
+def test_where_rows_cannot_be_packed_a_step_takes_one_forward_each(name: str, memory: str) -> None:
+    packed = Packed(name, memory)
+    first, apart = (Rows(packed.pool.cache(8)) for _ in range(2))
     packed.step((FIRST, first, range(50)), (APART, apart, SCATTERED))
     packed.step((FIRST, first, range(50, 51)))
 
 
+@MEMORY
 @pytest.mark.parametrize("name", sorted(set(SUPPORTED) - ONE_BY_ONE))
-def test_sequences_in_one_row_are_as_alone(name: str) -> None:
-    packed = Packed(name)
-    first, apart = (Rows(packed.model.fresh_slots(8)) for _ in range(2))
+def test_sequences_in_one_row_are_as_alone(name: str, memory: str) -> None:
+    packed = Packed(name, memory)
+    first, apart = (Rows(packed.pool.cache(8)) for _ in range(2))
     packed.step((FIRST, first, range(50)), (APART, apart, SCATTERED))
     shared = first.share(NUM_ALIKE)
-    second, third = (Rows(packed.model.fresh_slots(4), shared) for _ in range(2))
+    second, third = (Rows(packed.pool.cache(4), shared) for _ in range(2))
     packed.step(
         (FIRST, first, range(50, 51)),
         (SECOND, second, range(NUM_ALIKE, 60)),
