@@ -28,6 +28,8 @@ from kvboost.tiers.stack import TierStack
 from kvboost.tiers.store import ChunkStore
 from kvboost.tiers.urls import openers
 
+LEAST_WORKING_BYTES = 1 << 30
+
 CODECS: Mapping[int, type[Codec]] = {16: RawCodec, 8: Int8Codec, 4: Int4Codec}
 
 
@@ -102,7 +104,8 @@ def build_pool(options: Options, model: HFModel) -> Pool:
     geometry, device, size = model.geometry, model.model.device, options.block_size
     num_blocks = options.num_blocks
     if num_blocks is None:
-        num_blocks = options.max_cache_bytes // (size * max(1, geometry.bytes_per_token))
+        budget_bytes = max(options.max_cache_bytes, LEAST_WORKING_BYTES)
+        num_blocks = budget_bytes // (size * max(1, geometry.bytes_per_token))
     if options.backend == "paged":
         return BlockPool(geometry, 0 if model.refusal else num_blocks, size, device)
     return SlotPool(geometry, num_blocks * size, device)

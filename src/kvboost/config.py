@@ -142,7 +142,14 @@ class Options:
     num_blocks: int | None = field(
         default=None,
         metadata=about(
-            "blocks of K/V for running requests; None: as many bytes as max_cache_bytes", low=1
+            "blocks of K/V for running requests; None: as many bytes as max_cache_bytes, but 1 GiB",
+            low=1,
+        ),
+    )
+    prepack_weights: bool = field(
+        default=False,
+        metadata=about(
+            "keep a second copy of the weights that makes batches faster (bfloat16 on CPUs)"
         ),
     )
     strict: bool = field(

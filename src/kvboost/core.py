@@ -253,6 +253,7 @@ class Sampling:
             "top_p": (0, 1),
             "min_p": (0, 1),
             "top_logprobs": (0, math.inf),
+            "seed": (-(2**63), 2**64 - 1),  # what torch takes
         }
         for name, (low, high) in limits.items():
             value = getattr(self, name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,7 +193,7 @@ def test_random_traffic_never_runs_out_of_blocks() -> None:
         assert all_are_free(engine)
 
 
-def test_a_paged_engine_is_loaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paged_engine_is_loaded_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(*SUPPORTED["llama"])
     monkeypatch.setattr("kvboost.engine.engine.load", lambda *_: (model, WordTokenizer()))
     with CPUPagedEngine.from_pretrained("any", num_blocks=40, block_size=8) as engine:

@@ -19,7 +19,8 @@ from hypothesis.stateful import (
 from fakes import GEOMETRY
 from kvboost.core import Span
 from kvboost.errors import KVBoostError
-from kvboost.models.paged import BlockPool, PagedCache
+from kvboost.models.arena import Arena, SlotArena
+from kvboost.models.paged import BlockPool
 from kvboost.models.rows import Rows
 from kvboost.models.slots import RowCache, SlotCache
 
@@ -50,6 +51,26 @@ def compute(cache: RowCache, kv: list[torch.Tensor]) -> list[tuple[torch.Tensor,
         cache.layers[layer].update(planes[2 * layer], planes[2 * layer + 1])
         for layer in range(GEOMETRY.num_layers)
     ]
+
+
+def row_of(place: int, seed: int) -> list[torch.Tensor]:
+    return [part[:, :, place : place + 1] for part in numbers(50, seed)]
+
+
+def append_one_each(caches: list[RowCache], arena: Arena, seed: int) -> None:
+    """What a step does for requests with few rows."""
+    for cache in caches:
+        cache.make_room(cache.length + 1)
+    write = arena.writer(caches)
+    planes = {
+        plane: part[place][None, :, : len(caches)]
+        for group, part in zip(GEOMETRY.groups, numbers(50, seed), strict=True)
+        for place, plane in enumerate(group.planes)
+    }
+    for layer in range(GEOMETRY.num_layers):
+        write(layer, (planes[2 * layer], planes[2 * layer + 1]))
+    for cache in caches:
+        cache.length += 1
 
 
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
@@ -125,7 +146,7 @@ class Traffic(RuleBasedStateMachine):
         longest = min(owner.rows.length, most - 1)
         if longest == 0 or not self._may_join(most):
             return multiple()
-        shared = owner.rows.share(data.draw(st.integers(1, longest)))
+        shared = owner.rows.share(data.draw(st.integers(1, longest)), self.pool)
         given = data.draw(st.integers(0, most - shared.num_rows))
         return self._join(Rows(self.pool.cache(given), shared), most)
 
@@ -140,6 +161,14 @@ class Traffic(RuleBasedStateMachine):
         count = min(count, request.most - request.rows.length)
         if count:
             request.compute(None, count, self._next_seed())
+
+    @rule()
+    def append_together(self) -> None:
+        growing = [each for each in self.running if each.rows.length < each.most]
+        if growing:
+            append_one_each([each.rows.own for each in growing], self.pool, self._next_seed())
+            for place, request in enumerate(growing):
+                compute(request.plain, row_of(place, self.seed))
 
     @rule(request=requests, data=st.data())
     def compute_again(self, request: Request, data: st.DataObject) -> None:
@@ -196,10 +225,10 @@ def test_blocks_that_follow_one_another_are_views() -> None:
 def test_a_cache_that_grows_takes_the_next_block_if_it_can() -> None:
     pool = pool_of(8, 4)
     first = pool.cache(4)
-    first.make_room(4, 9)
+    first.make_room(9)
     assert first._blocks == [0, 1, 2]
     second = pool.cache(1)
-    first.make_room(9, 13)
+    first.make_room(13)
     assert (second._blocks, first._blocks) == ([3], [0, 1, 2, 4])
 
 
@@ -216,7 +245,7 @@ def test_running_out_is_said_and_takes_nothing() -> None:
     pool = pool_of(3, 4)
     cache = pool.cache(5)
     with pytest.raises(KVBoostError, match=r"2 blocks of K/V are needed, 1 of 3 are free"):
-        cache.make_room(0, 13)
+        cache.make_room(13)
     assert pool.stats()["free_blocks"] == 1
 
 
@@ -231,7 +260,7 @@ def test_a_partly_shared_block_is_copied_when_its_owner_goes_on() -> None:
     pool = pool_of(8, 4)
     owner = Rows(pool.cache(12))
     owner.write(Span(0, 7), numbers(7, 1))
-    reader = Rows(pool.cache(2), owner.share(6))
+    reader = Rows(pool.cache(2), owner.share(6, pool))
     before = [part.clone() for part in reader.read(Span(0, 6))]
     assert pool.stats()["copied_blocks"] == 0
     owner.write(Span(7, 8), numbers(1, 2))
@@ -252,7 +281,7 @@ def test_a_request_waits_until_there_is_room_for_the_copy_of_a_shared_block(
     owner.write(Span(0, 3), numbers(3, 1))
     assert pool.fits([(owner, 4)], 8) is fits
     if fits:
-        reader = Rows(pool.cache(0), owner.share(3))
+        reader = Rows(pool.cache(0), owner.share(3, pool))
         reader.write(Span(3, 8), numbers(5, 2))
         owner.write(Span(3, 4), numbers(1, 3))
         assert pool.stats()["free_blocks"] == 0
@@ -262,7 +291,7 @@ def test_rows_after_shared_ones_may_need_a_block_more_than_their_number_says() -
     pool = pool_of(6, 4)
     owner = Rows(pool.cache(6))
     owner.write(Span(0, 6), numbers(6, 1))
-    reader = Rows(pool.cache(1), owner.share(6))
+    reader = Rows(pool.cache(1), owner.share(6, pool))
     members = [(owner, 9), (reader, 7)]  # 2 shared, 2 for three rows of the owner, 1 (at most 2)
     assert not pool.fits(members[:1], 5)
     assert pool.fits(members[:1], 4)
@@ -273,7 +302,7 @@ def test_no_block_is_copied_where_sharing_ends_at_its_border() -> None:
     pool = pool_of(8, 4)
     owner = Rows(pool.cache(12))
     owner.write(Span(0, 9), numbers(9, 1))
-    Rows(pool.cache(2), owner.share(8))
+    Rows(pool.cache(2), owner.share(8, pool))
     owner.write(Span(9, 12), numbers(3, 2))
     assert pool.stats()["copied_blocks"] == 0
 
@@ -286,29 +315,28 @@ def test_blocks_come_without_what_was_in_them() -> None:
     assert all(bool((part == 0).all()) for part in pool.cache(8).read(Span(0, 8)))
 
 
-@pytest.mark.parametrize("kind", ["slots", "paged", "in pieces"])
-def test_rows_of_several_are_stacked(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["slots", "blocks", "pieces"])
+def test_few_rows_of_several_are_written_and_read_together(kind: str) -> None:
     pool = pool_of(40, 3)
-    if kind == "in pieces":
-        for block in range(0, 40, 2):
-            pool.hold([block])
-    lengths, caches = [2, 7, 0, 4], []
-    for seed, length in enumerate(lengths):
-        cache = SlotCache(GEOMETRY, length, CPU) if kind == "slots" else pool.cache(length)
-        cache.write(Span(0, length), numbers(length, seed))
-        caches.append(cache)
-    stacked = caches[0].stacked(caches, 8)
-    for seed, cache in enumerate(caches):
-        compute(cache, numbers(1, 10 + seed))
+    if kind == "pieces":  # no two free blocks follow one another
+        pool.hold(range(0, 40, 2))
+    arena: Arena = SlotArena(GEOMETRY, CPU) if kind == "slots" else pool
+    caches: list[RowCache] = []
+    for seed, length in enumerate([2, 7, 0, 4]):
+        caches.append(arena.take(7) if isinstance(arena, SlotArena) else pool.cache(7))
+        caches[-1].write(Span(0, length), numbers(length, seed))
+    chosen = [caches[place] for place in (0, 1, 3)]
+    before = [[part.clone() for part in cache.read(Span(0, cache.length))] for cache in chosen]
+    append_one_each(chosen, arena, 9)
+    for place, (cache, rows) in enumerate(zip(chosen, before, strict=True)):
+        wanted = [torch.cat(pair, 2) for pair in zip(rows, row_of(place, 9), strict=True)]
+        assert same(cache.read(Span(0, cache.length)), wanted)
+    read = arena.reader(chosen, 8)
     for layer in range(GEOMETRY.num_layers):
-        for place, cache in enumerate(caches):
-            num_rows = cache.length
-            for all_rows, rows in zip(
-                stacked(layer), cache.layer_rows(layer, num_rows), strict=True
-            ):
+        for place, cache in enumerate(chosen):
+            rows = cache.layer_rows(layer, cache.length)
+            for all_rows, own in zip(read(layer), rows, strict=True):
                 assert all_rows.shape[2] == 8
-                assert torch.equal(all_rows[place : place + 1, :, :num_rows], rows)
-                assert bool((all_rows[place, :, num_rows:] == 0).all())
-    assert kind != "in pieces" or any(
-        isinstance(cache, PagedCache) and cache._first is None for cache in caches
-    )
+                assert torch.equal(all_rows[place : place + 1, :, : cache.length], own)
+                assert bool(all_rows.isfinite().all())
+    assert (kind == "pieces") == any(getattr(cache, "_first", 0) is None for cache in caches)

@@ -40,10 +40,11 @@ def prepare_audit(
     slots = prefilled.slots
     if slots.exact_stop >= len(request.tokens) or not answer:
         return None
-    whole = slots.joined() if isinstance(slots, Rows) else slots
-    if whole.batch_size > 1 or not parts.guard.wants_audit(request.tenant):
+    is_one = isinstance(slots, Rows) or slots.batch_size == 1
+    if not is_one or not parts.guard.wants_audit(request.tenant):
         return None
     try:
+        whole = slots.joined() if isinstance(slots, Rows) else slots
         return prepare(whole, request.tokens, answer, parts, terms, prefilled.num_cached)
     except Exception:
         parts.guard.abandon(request.tenant)

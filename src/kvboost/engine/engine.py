@@ -79,8 +79,14 @@ class KVBoost:
         boundaries = boundary_tokens(tokenizer) if snapped else frozenset()
         self._worker = Worker()
         try:
-            hosted = self._worker.call(partial(HFModel, model, strict=self._options.strict))
-        except UnsupportedModel:
+            host = partial(
+                HFModel,
+                model,
+                strict=self._options.strict,
+                prepacked=self._options.prepack_weights,
+            )
+            hosted = self._worker.call(host)
+        except KVBoostError:
             self._worker.close()
             raise
         try:

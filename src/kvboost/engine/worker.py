@@ -30,6 +30,8 @@ Step = Callable[[], float | None]
 Jobs: TypeAlias = "queue.SimpleQueue[Callable[[], object] | None]"
 
 QUIET_S = 0.5  # without a request, before idle work starts
+OVERDUE_S = 2.0  # without a quiet moment, after which idle work has a step all the same
+MOST_BUSY_S = 0.005  # that jobs take before steady work has a step, though more jobs wait
 
 log = logging.getLogger(__name__)
 
@@ -92,13 +94,18 @@ class Worker:
 
     def close(self) -> None:
         """Finish what is queued but for idle work, and end the thread."""
+        self.check_caller()
         with self._lock:
             self._is_closed = True
         self._end()
 
-    def _queue(self, job: Callable[[], object]) -> None:
+    def check_caller(self) -> None:
+        """Refuse calls that come from the thread itself."""
         if threading.current_thread() is self._thread:
             raise KVBoostError("called from inside a request, which would wait for itself")
+
+    def _queue(self, job: Callable[[], object]) -> None:
+        self.check_caller()
         with self._lock:
             if self._is_closed:
                 raise KVBoostError("the engine is closed")
@@ -106,26 +113,45 @@ class Worker:
 
 
 def _loop(jobs: Jobs, idle: deque[Idle], steady: list[Step], quiet_s: float) -> None:
-    patience, due_s = quiet_s, None
+    patience, due_s, busy_s = quiet_s, None, 0.0
+    rested_at = time.perf_counter()
     while True:
-        try:
-            job = jobs.get(timeout=due_s if due_s is not None else patience if idle else None)
-        except queue.Empty:
-            if due_s is not None:
-                due_s, patience = _step_all(steady), quiet_s
-            else:
-                _step(idle)
-                patience = 0.0
-            continue
-        patience = quiet_s
+        job = _next(jobs, due_s if due_s is not None else patience if idle else None)
         if job is None:
             break
-        job()
+        is_quiet = job is _nothing and due_s is None
+        is_due = job is _nothing and not is_quiet
+        if job is not _nothing:
+            started_at = time.perf_counter()
+            job()
+            busy_s += time.perf_counter() - started_at
+            due_s = 0.0 if steady else None  # more jobs first: they may join the same step
+            is_due = busy_s > MOST_BUSY_S
         del job  # or it would keep the last request alive until the next one
-        due_s = 0.0 if steady else None  # more jobs first: they may join the same step
+        if is_due:
+            due_s, busy_s = _step_all(steady), 0.0
+        patience = 0.0 if is_quiet else quiet_s
+        now = time.perf_counter()
+        if not idle:
+            rested_at = now
+        elif is_quiet or now - rested_at > OVERDUE_S:
+            _step(idle)
+            rested_at = now
     while due_s is not None:
         time.sleep(due_s)
         due_s = _step_all(steady)
+
+
+def _next(jobs: Jobs, timeout_s: float | None) -> Callable[[], object] | None:
+    """The next job, `_nothing` if none comes in time, None at the end."""
+    try:
+        return jobs.get(timeout=timeout_s)
+    except queue.Empty:
+        return _nothing
+
+
+def _nothing() -> None:
+    """Stands for a job that did not come."""
 
 
 def _step_all(steady: list[Step]) -> float | None:

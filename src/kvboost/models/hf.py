@@ -15,6 +15,7 @@ from kvboost.errors import UnsupportedModel
 from kvboost.models import attention, certify
 from kvboost.models.fingerprint import fingerprint
 from kvboost.models.packed import Segment, keep_logits, run_packed
+from kvboost.models.prepack import prepack
 from kvboost.models.slots import Behind, RowCache, SlotCache
 
 if TYPE_CHECKING:
@@ -41,8 +42,12 @@ HARMLESS_SETTINGS = {
 class HFModel:
     """Owns how a model is run. Not thread-safe: one forward at a time."""
 
-    def __init__(self, model: PreTrainedModel, *, strict: bool = True) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, strict: bool = True, prepacked: bool = False
+    ) -> None:
         """Certify `model` and switch it to our attention functions.
+
+        `prepacked` gives its linear layers a second copy of their weights that is faster.
 
         Raises:
             UnsupportedModel: with the reason, if `strict`; else `refusal` holds the reason. The
@@ -61,6 +66,7 @@ class HFModel:
         self._rotations = certify.Rotations()
         self._position_limit: int | None = None
         self._hook: torch.utils.hooks.RemovableHandle | None = None
+        self._unpack = prepack(model) if prepacked else None
         self._spare: SlotCache | None = None
         attention.register()
         try:
@@ -198,6 +204,11 @@ class HFModel:
         values = [arguments.get(name), *(getattr(config, name, None) for config in configs)]
         return next((value for value in values if value is not None), None)
 
+    @property
+    def num_embeddings(self) -> int:
+        """Tokens that it can read: the ids below this number."""
+        return int(self.model.get_input_embeddings().num_embeddings)
+
     def special_settings(self) -> set[str]:
         """Names of generation settings that this model has and that change what is generated."""
         return set(self.model.generation_config.to_diff_dict()) - HARMLESS_SETTINGS
@@ -214,6 +225,9 @@ class HFModel:
         """Give the model back as it was."""
         if self._hook is not None:
             self._hook.remove()
+        if self._unpack is not None:
+            self._unpack()
+            self._unpack = None
         if self._native_attention is not None:
             self.model.set_attn_implementation(self._native_attention)
         self.model.train(self._was_training)

@@ -8,8 +8,9 @@ that no model needs to know.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvboost.core import KVGeometry
-
-SHORT_ROWS = 256  # up to here requests' own rows are copied together
 
 MaskOne = Callable[[int, int, "int | torch.Tensor"], "torch.Tensor | None"]
 """(queries, keys, offset of the queries) -> the mask of one sequence."""
@@ -44,13 +43,54 @@ class Segment:
     positions: Sequence[int]
     start: int = 0  # in the packed row
     stop: int = 0
-    kv: tuple[torch.Tensor, torch.Tensor] = field(init=False)  # own rows, of the layer that runs
+    num_visible: int = 0  # own rows that it sees
 
     @property
     def is_appended(self) -> bool:
         """Whether its tokens follow the rows that are there."""
         positions = self.positions
         return isinstance(positions, range) and positions.start == self.rows.length
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is one token of a request with few own rows, in an arena."""
+        own = self.rows.own
+        is_few = own.arena is not None and own.length < own.arena.most_rows
+        return is_few and len(self.tokens) == 1 and self.is_appended
+
+    def own(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of its own rows."""
+        return self.rows.own.layer_rows(layer, self.num_visible)
+
+    def whole(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of all its rows; a copy if some are shared."""
+        if self.rows.shared is None:
+            return self.own(layer)
+        pairs = zip(self.rows.shared.layer(layer), self.own(layer), strict=True)
+        key, value = (torch.cat(pair, dim=2) for pair in pairs)
+        return key, value
+
+
+class SmallRows:
+    """All small segments of a step: their rows are written and read together."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
+        owns = [segment.rows.own for segment in segments]
+        assert owns[0].arena is not None
+        self._put = owns[0].arena.writer(owns)
+        starts = [segment.start for segment in segments]
+        self._columns = torch.tensor(starts, device=owns[0].device)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put each segment's new row where it belongs."""
+        columns = self._columns
+        self._put(layer, (key.index_select(2, columns), value.index_select(2, columns)))
+
+    def finish(self) -> None:
+        """Count the rows that were written."""
+        for segment in self.segments:
+            segment.rows.own.length += 1
 
 
 class PackedLayer(CacheLayerMixin):
@@ -60,7 +100,8 @@ class PackedLayer(CacheLayerMixin):
 
     def __init__(self, cache: PackedCache, index: int) -> None:
         super().__init__()
-        self._cache, self._index = cache, index
+        # Weak: a cycle would keep the K/V of all requests until a garbage collection.
+        self._cache, self._index = weakref.ref(cache), index
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -70,12 +111,15 @@ class PackedLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new rows where they belong; attention finds them through its mask."""
-        index = self._index
-        for segment in self._cache.segments:
+        cache = self._cache()
+        assert cache is not None
+        for segment in cache.others:
             place = slice(segment.start, segment.stop)
-            segment.kv = segment.rows.own.layers[index].update(
+            segment.rows.own.layers[self._index].write(
                 key_states[:, :, place], value_states[:, :, place]
             )
+        if cache.small is not None:
+            cache.small.write(self._index, key_states, value_states)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -96,15 +140,21 @@ class PackedCache(Cache):
 
     def __init__(self, segments: Sequence[Segment], num_layers: int) -> None:
         super().__init__(layers=[PackedLayer(self, index) for index in range(num_layers)])
-        # Who shares rows stands together, and among them those with few rows of their own.
-        self.segments = sorted(segments, key=lambda s: (id(s.rows.shared), not _is_short(s)))
+        for segment in segments:
+            own, shift = segment.rows.own, segment.rows.num_shared
+            if not segment.is_appended:
+                own.scatter([place - shift for place in segment.positions])
+            segment.num_visible = own.visible_after(len(segment.tokens))
+            own.make_room(segment.num_visible)
+        # Who shares rows stands together, and among them the small ones in the arena's order.
+        self.segments = sorted(segments, key=_order)
         start = 0
         for segment in self.segments:
             segment.start, segment.stop = start, start + len(segment.tokens)
             start = segment.stop
-            if not segment.is_appended:
-                shift = segment.rows.num_shared
-                segment.rows.own.scatter([place - shift for place in segment.positions])
+        small = [segment for segment in self.segments if segment.is_small]
+        self.small = SmallRows(small) if small else None
+        self.others = [segment for segment in self.segments if not segment.is_small]
 
     def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:
         """A number that brings this cache to our mask function."""
@@ -118,46 +168,43 @@ class SharedRun:
 
     def __init__(self, shared: SharedRows, segments: Sequence[Segment]) -> None:
         self._shared, self._first = shared, segments[0].start
-        self._pieces: list[tuple[list[Segment], ShortRows | None]] = []
-        for is_short, run in groupby(segments, key=_is_short):
-            members = list(run)
-            if is_short:
-                self._pieces.append((members, ShortRows(members)))
-            else:
-                self._pieces += [([each], None) for each in members]
+        small = [segment for segment in segments if segment.is_small]
+        self._small = SmallAttention(small) if small else None
+        self._others = segments[len(small) :]
+        self._num_small = len(small)
 
     def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attention of these requests [1, tokens, heads, head_dim]."""
-        outputs, totals = [], []
-        for members, short in self._pieces:
-            part = query[:, :, members[0].start - self._first : members[-1].stop - self._first]
-            if short is None:
-                output, total = cascade.attend_appended(part, *members[0].kv, scale)
-            else:
-                output, total = short.attend(layer, part, scale)
-            outputs.append(output.float())
-            totals.append(total)
-        own = (torch.cat(outputs, dim=2), torch.cat(totals, dim=2))
-        joined, _ = cascade.join(cascade.attend(query, *self._shared.layer(layer), scale), own)
+        parts = []
+        if self._small is not None:
+            parts.append(self._small.attend(layer, query[:, :, : self._num_small], scale))
+        for segment in self._others:
+            own = query[:, :, segment.start - self._first : segment.stop - self._first]
+            parts.append(cascade.attend_appended(own, *segment.own(layer), scale))
+        outputs = torch.cat([output.float() for output, _ in parts], dim=2)
+        totals = torch.cat([total for _, total in parts], dim=2)
+        shared = cascade.attend(query, *self._shared.layer(layer), scale)
+        joined, _ = cascade.join(shared, (outputs, totals))
         return joined.to(query.dtype).transpose(1, 2)
 
 
-class ShortRows:
-    """Requests with one token on few own rows: a copy is cheaper than a kernel for each."""
+class SmallAttention:
+    """One token of each request on its own rows in the arena, in one kernel."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         owns = [segment.rows.own for segment in segments]
-        lengths = torch.tensor([own.length + 1 for own in owns])
-        longest = int(lengths.max())
-        self._stacked = owns[0].stacked(owns, longest)
-        is_hidden = torch.arange(longest) >= lengths[:, None]
-        blank = torch.zeros(is_hidden.shape, dtype=owns[0].dtype)
-        lowest = torch.finfo(owns[0].dtype).min
-        self._mask = blank.masked_fill_(is_hidden, lowest)[:, None, None]
+        assert owns[0].arena is not None
+        lengths = [segment.num_visible for segment in segments]
+        self._read = owns[0].arena.reader(owns, max(lengths))
+        device, dtype = owns[0].device, owns[0].dtype
+        ends = torch.tensor(lengths, device=device)[:, None]
+        is_hidden = torch.arange(max(lengths), device=device) >= ends
+        mask = torch.zeros(is_hidden.shape, dtype=dtype, device=device)
+        self._mask = mask.masked_fill_(is_hidden, torch.finfo(dtype).min)[:, None, None]
 
     def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> cascade.Part:
-        """Attention of each to its own rows."""
-        key, value = self._stacked(layer)
+        """Attention of a token each [1, heads, tokens, head_dim]."""
+        key, value = self._read(layer)
         output, total = cascade.attend(query.transpose(0, 2), key, value, scale, mask=self._mask)
         return output.transpose(0, 2), total.transpose(0, 2)
 
@@ -178,10 +225,9 @@ class PackedMask:
             self._runs += [(None, [segment]) for segment in segments]
             for segment in segments:
                 own, before = segment.rows.own, segment.rows.num_shared
-                num_queries = len(segment.tokens)
-                num_keys = before + own.visible_after(num_queries)
+                num_keys = before + segment.num_visible
                 offset = before + own.get_query_offset()
-                self._masks[id(segment)] = mask_one(num_queries, num_keys, offset)
+                self._masks[id(segment)] = mask_one(len(segment.tokens), num_keys, offset)
 
     def attend(
         self, layer: int, query: torch.Tensor, scale: float | None, attend_one: AttendOne
@@ -193,7 +239,7 @@ class PackedMask:
             if run is not None:
                 outputs.append(run.attend(layer, part, scale))
             else:
-                key, value = _whole(segments[0], layer)
+                key, value = segments[0].whole(layer)
                 outputs.append(attend_one(part, key, value, self._masks[id(segments[0])]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
@@ -213,6 +259,8 @@ def run_packed(
         use_cache=True,
         **keep_logits(model, last),
     ).logits[0]
+    if cache.small is not None:
+        cache.small.finish()
     if len(logits) != len(last):  # a model that computes all
         logits = logits[last]
     return dict(zip(cache.segments, logits, strict=True))
@@ -227,15 +275,5 @@ def keep_logits(model: PreTrainedModel, wanted: int | torch.Tensor) -> dict[str,
     return {"logits_to_keep": wanted} if has_it else {}
 
 
-def _whole(segment: Segment, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """All rows of a layer in one tensor."""
-    key, value = segment.kv
-    if segment.rows.shared is None:
-        return key, value
-    first_key, first_value = segment.rows.shared.layer(layer)
-    return torch.cat([first_key, key], dim=2), torch.cat([first_value, value], dim=2)
-
-
-def _is_short(segment: Segment) -> bool:
-    own = segment.rows.own
-    return segment.rows.shared is not None and len(segment.tokens) == 1 and own.length < SHORT_ROWS
+def _order(segment: Segment) -> tuple[int, bool, int]:
+    return id(segment.rows.shared), not segment.is_small, segment.rows.own.place

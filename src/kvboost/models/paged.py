@@ -8,7 +8,7 @@ cache; otherwise they are gathered for each use.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from kvboost.core import KVGeometry, Span
 from kvboost.errors import KVBoostError
+from kvboost.models.arena import Arena, Reader, Writer
 from kvboost.models.pool import Pool
 from kvboost.models.slots import KeyValue, RowCache
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from kvboost.codecs.base import KV
 
 
-class BlockPool(Pool):
+class BlockPool(Pool, Arena):
     """Blocks of rows and how many caches hold each. Not thread-safe but for `stats`."""
 
     def __init__(
@@ -51,7 +52,7 @@ class BlockPool(Pool):
             plane // 2: (planes[plane], planes[plane + 1]) for plane in planes if plane % 2 == 0
         }
 
-    def cache(self, num_rows: int) -> PagedCache:
+    def cache(self, num_rows: int, *, on_shared: bool = False) -> PagedCache:
         """An empty cache with room for so many rows, and for more as long as there are blocks."""
         return PagedCache(self, self.take(-(-num_rows // self.block_size)))
 
@@ -97,6 +98,30 @@ class BlockPool(Pool):
         self._num_copied += 1
         return copy
 
+    def writer(self, caches: Sequence[PagedCache]) -> Writer:
+        """What puts one fresh row behind those that each cache has."""
+        places = torch.cat([cache.places(cache.length, cache.length + 1) for cache in caches])
+
+        def write(layer: int, fresh: KeyValue) -> None:
+            for plane, rows in zip(self.layers[layer], fresh, strict=True):
+                plane.index_copy_(2, places, rows)
+
+        return write
+
+    def reader(self, caches: Sequence[PagedCache], num_rows: int) -> Reader:
+        """What gives the first rows of each cache, wherever they lie."""
+        shape = (len(caches), num_rows)
+        places = torch.cat([cache.places(0, num_rows) for cache in caches])
+
+        def read(layer: int) -> KeyValue:
+            key, value = (
+                plane.index_select(2, places).view(-1, *shape, plane.shape[3]).transpose(0, 1)
+                for plane in self.layers[layer]
+            )
+            return key, value
+
+        return read
+
     def stats(self) -> dict[str, int]:
         """Blocks and bytes now, and copies since the pool was made."""
         holders = self._holders.copy()
@@ -133,19 +158,13 @@ class PagedCache(RowCache):
     def __init__(self, pool: BlockPool, blocks: list[int], offset: int = 0) -> None:
         super().__init__(pool.geometry, pool.device)
         self._pool, self._blocks, self._offset = pool, blocks, offset
+        self.arena = pool
         self._may_share = offset > 0  # the first block, with what lies before it
         self._note_places()
 
-    def make_room(self, first: int, stop: int) -> None:
-        """Let the rows from `first` to `stop` be written."""
-        if stop > self.capacity:
-            count = -(-(stop - self.capacity) // self._pool.block_size)
-            self._blocks += self._pool.take(count, after=self._blocks[-1] if self._blocks else -1)
-            self._note_places()
-        if self._may_share and first + self._offset < self._pool.block_size:
-            self._blocks[0] = self._pool.unshared(self._blocks[0])
-            self._may_share = False
-            self._note_places()
+    def make_room(self, num_rows: int) -> None:
+        """Let the next forward write its rows, and have so many in all."""
+        self._make_room(0 if self.scattered is not None else self.length, num_rows)
 
     def layer_rows(self, layer: int, num_rows: int) -> KeyValue:
         """The first rows of a layer: views where its blocks follow one another, else copies."""
@@ -156,32 +175,18 @@ class PagedCache(RowCache):
         places = self._places[:num_rows]
         return key.index_select(2, places), value.index_select(2, places)
 
-    def put_back(self, layer: int, stored: KeyValue, first: int) -> None:
-        """Keep what was written to `layer_rows`, from row `first` on."""
-        if self._first is None:
-            for plane, rows in zip(self._pool.layers[layer], stored, strict=True):
-                plane.index_copy_(2, self._places[first : rows.shape[2]], rows[:, :, first:])
-
-    def stacked(self, caches: Sequence[PagedCache], num_rows: int) -> Callable[[int], KeyValue]:
-        """What gives the first rows of a layer of several caches [caches, heads, rows, head_dim].
-
-        One gather for all of them, wherever they lie.
-        """
-        layers, shape = self._pool.layers, (len(caches), num_rows)
-        places = torch.cat([cache._padded_places(num_rows) for cache in caches])  # noqa: SLF001
-
-        def of_layer(layer: int) -> KeyValue:
-            key, value = (
-                plane.index_select(2, places).view(-1, *shape, plane.shape[3]).transpose(0, 1)
-                for plane in layers[layer]
-            )
-            return key, value
-
-        return of_layer
+    def put(self, layer: int, first: int, fresh: KeyValue) -> None:
+        """Write rows of a layer from `first` on, where room was made."""
+        stop = first + fresh[0].shape[2]
+        for plane, rows in zip(self._pool.layers[layer], fresh, strict=True):
+            if self._first is not None:
+                plane[:, :, self._first + first : self._first + stop].copy_(rows)
+            else:
+                plane.index_copy_(2, self._places[first:stop], rows)
 
     def write(self, span: Span, kv: KV) -> None:
         """Copy the first `len(span)` tokens of `kv` to the rows of `span`."""
-        self.make_room(span.start, span.stop)
+        self._make_room(span.start, span.stop)
         self.length = max(self.length, span.stop)
         for buffer, source in zip(self._pool.buffers, kv, strict=True):
             rows = source[:, :, : len(span)]
@@ -226,6 +231,11 @@ class PagedCache(RowCache):
         """Give its blocks back once; they are free when nobody else holds them."""
         self._pool.release(self._blocks)
 
+    def places(self, first: int, stop: int) -> torch.Tensor:
+        """Which rows of the pool its rows are; the blank one where it has none."""
+        own = self._places[first:stop]
+        return F.pad(own, (0, stop - first - len(own)), value=self._pool.blank)
+
     def _note_places(self) -> None:
         """Find out which rows of the pool are ours, in order, and whether they are one view."""
         blocks, size = self._blocks, self._pool.block_size
@@ -235,11 +245,16 @@ class PagedCache(RowCache):
         starts = torch.tensor(blocks, device=self.device, dtype=torch.long)[:, None] * size
         self._places = (starts + torch.arange(size, device=self.device)).flatten()[self._offset :]
 
-    def _padded_places(self, num_rows: int) -> torch.Tensor:
-        """Where the first rows and one more lie; the blank row where there is none."""
-        self.make_room(self.length, self.length + 1)
-        places = self._places[:num_rows]
-        return F.pad(places, (0, num_rows - len(places)), value=self._pool.blank)
+    def _make_room(self, first: int, stop: int) -> None:
+        """Let the rows from `first` to `stop` be written."""
+        if stop > self.capacity:
+            count = -(-(stop - self.capacity) // self._pool.block_size)
+            self._blocks += self._pool.take(count, after=self._blocks[-1] if self._blocks else -1)
+            self._note_places()
+        if self._may_share and first + self._offset < self._pool.block_size:
+            self._blocks[0] = self._pool.unshared(self._blocks[0])
+            self._may_share = False
+            self._note_places()
 
     def _view(self, buffer: torch.Tensor, span: Span) -> torch.Tensor:
         assert self._first is not None

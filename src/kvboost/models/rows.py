@@ -12,6 +12,7 @@ from kvboost.models.slots import KeyValue, RowCache
 
 if TYPE_CHECKING:
     from kvboost.codecs.base import KV
+    from kvboost.models.pool import Pool
 
 
 class SharedRows:
@@ -76,13 +77,16 @@ class Rows:
     def exact_stop(self, stop: int) -> None:
         self.own.exact_stop = stop - self.num_shared
 
-    def share(self, num_rows: int) -> SharedRows:
-        """Let others read the first rows; at most `num_rows`, less if fewer are shared already."""
+    def share(self, num_rows: int, pool: Pool) -> SharedRows:
+        """Let others read the first rows; at most `num_rows`, less if fewer are shared already.
+
+        The pool says where its other rows go.
+        """
         if self.shared is not None:
             return self.shared.head(min(num_rows, self.num_shared))
         self.shared = SharedRows(self.own, num_rows)
         self.shared.hold()
-        self.own = self.own.tail(num_rows)
+        self.own = pool.behind_shared(self.own.tail(num_rows))
         return self.shared
 
     def read(self, span: Span) -> KV:

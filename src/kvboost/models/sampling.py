@@ -62,11 +62,13 @@ class Chooser:
         return torch.empty(count).exponential_(generator=self._dice)
 
 
-def choose(logits: Sequence[torch.Tensor], choosers: Sequence[Chooser]) -> list[Choice]:
-    """The next token of each request, from its logits [vocabulary]."""
+def choose(logits: Sequence[torch.Tensor], choosers: Sequence[Chooser]) -> list[Choice | Exception]:
+    """The next token of each request, from its logits [vocabulary].
+
+    A request whose own rules fail gets the error instead, and the others their tokens.
+    """
     rows = torch.stack(list(logits)).float()
-    for row, chooser in zip(rows, choosers, strict=True):
-        chooser.adjust(row)
+    errors = [_adjust(row, chooser) for row, chooser in zip(rows, choosers, strict=True)]
     tokens = rows.argmax(dim=-1).tolist()
     dicing = [i for i, chooser in enumerate(choosers) if chooser.sampling.temperature > 0]
     if dicing:
@@ -74,16 +76,24 @@ def choose(logits: Sequence[torch.Tensor], choosers: Sequence[Chooser]) -> list[
         for place, token in zip(dicing, drawn, strict=True):
             tokens[place] = token
     return [
-        _reported(token, row, chooser.sampling.top_logprobs)
-        for token, row, chooser in zip(tokens, rows, choosers, strict=True)
+        error or _reported(token, row, chooser.sampling.top_logprobs)
+        for error, token, row, chooser in zip(errors, tokens, rows, choosers, strict=True)
     ]
+
+
+def _adjust(logits: torch.Tensor, chooser: Chooser) -> Exception | None:
+    try:
+        chooser.adjust(logits)
+    except Exception as error:
+        return error
+    return None
 
 
 def _reported(token: int, logits: torch.Tensor, num_top: int | None) -> Choice:
     if num_top is None:
         return Choice(token)
     logprobs = logits.log_softmax(dim=-1)
-    values, places = logprobs.topk(num_top)
+    values, places = logprobs.topk(min(num_top, len(logprobs)))
     top = tuple(zip(places.tolist(), values.tolist(), strict=True))
     return Choice(token, float(logprobs[token]), top)
 
@@ -108,6 +118,9 @@ def _draw(logits: torch.Tensor, choosers: Sequence[Chooser]) -> list[int]:
     is_out = (before >= column([rule.top_p for rule in rules])) | (probabilities < least)
     is_out[:, 0] = False
     probabilities.masked_fill_(is_out, 0.0)
-    noise = torch.stack([chooser.noise(scaled.shape[-1]) for chooser in choosers])
+    # Each throws as many dice as it would alone, so that its seed means the same beside others.
+    noise = torch.ones(scaled.shape)
+    for row, chooser, count in zip(noise, choosers, kept, strict=True):
+        row[:count] = chooser.noise(count)
     picked = (probabilities / noise.to(logits.device)).argmax(dim=-1, keepdim=True)
     return order.gather(-1, picked)[:, 0].tolist()

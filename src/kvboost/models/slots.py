@@ -7,6 +7,7 @@ rows in place and hands attention a view.
 from __future__ import annotations
 
 import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from kvboost.models import spread
 
 if TYPE_CHECKING:
     from kvboost.codecs.base import KV
+    from kvboost.models.arena import Arena, SlotArena
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,6 @@ KeyValue: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 RowObserver = Callable[[int, KeyValue, KeyValue], None]
 """Called with a layer, its fresh K and V, and its stored K and V of all visible rows."""
 
-STACKED_STEP = 64  # rows by which caches that are read together grow
-
 
 class SlotLayer(CacheLayerMixin):
     """One layer's view of the rows; all state lives in the cache."""
@@ -47,8 +47,15 @@ class SlotLayer(CacheLayerMixin):
 
     def __init__(self, cache: RowCache, index: int) -> None:
         super().__init__()
-        self._cache, self._index = cache, index
+        # Weak, so that buffers are freed when the last reference to their cache is gone.
+        self._cache_ref, self._index = weakref.ref(cache), index
         self.is_initialized = True
+
+    @property
+    def _cache(self) -> RowCache:
+        cache = self._cache_ref()
+        assert cache is not None
+        return cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: buffers exist from the start."""
@@ -57,24 +64,28 @@ class SlotLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> KeyValue:
         """Write the new rows; return all visible ones."""
-        cache = self._cache
+        visible = self.write(key_states, value_states)
+        return self._cache.layer_rows(self._index, visible)
+
+    def write(self, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
+        """Write the new rows; how many are visible."""
+        cache, index, fresh = self._cache, self._index, (key_states, value_states)
         visible = cache.visible_after(key_states.shape[2])
-        first = cache.length if cache.scattered is None else 0
-        cache.make_room(first, visible)
-        fresh, stored = (key_states, value_states), cache.layer_rows(self._index, visible)
+        cache.make_room(visible)
         if cache.observer is not None:
-            cache.observer(self._index, fresh, stored)
-        for rows, new in zip(stored, fresh, strict=True):
-            if cache.scattered is None:
-                rows[:, :, first:].copy_(new)
-            else:
+            cache.observer(index, fresh, cache.layer_rows(index, visible))
+        if cache.scattered is None:
+            cache.put(index, cache.length, fresh)
+        else:
+            stored = cache.layer_rows(index, visible)
+            for rows, new in zip(stored, fresh, strict=True):
                 for patch in cache.patches:
                     spread.apply(patch, rows, new)
                 rows.index_copy_(2, cache.scattered, new)
-        cache.put_back(self._index, stored, first)
+            cache.put(index, 0, stored)  # of views nothing is copied
         if self is cache.last_layer:
             cache.length, cache.scattered, cache.patches = visible, None, []
-        return stored
+        return visible
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Visible rows and the first of them."""
@@ -107,6 +118,8 @@ class RowCache(Cache, ABC):
         self.patches: list[spread.Patch] = []
         self.observer: RowObserver | None = None  # sees each layer's fresh rows before they go in
         self._scattered_stop = 0
+        self.arena: Arena | None = None  # memory in which it lies beside others
+        self.place = 0  # there
         layers = [SlotLayer(self, index) for index in range(geometry.num_layers)]
         super().__init__(layers=layers)
         self.last_layer = layers[max(p for group in geometry.groups for p in group.planes) // 2]
@@ -117,23 +130,16 @@ class RowCache(Cache, ABC):
         return 1
 
     @abstractmethod
-    def make_room(self, first: int, stop: int) -> None:
-        """Let the rows from `first` to `stop` be written."""
+    def make_room(self, num_rows: int) -> None:
+        """Let the next forward write its rows, and have so many in all."""
 
     @abstractmethod
     def layer_rows(self, layer: int, num_rows: int) -> KeyValue:
-        """The first rows of a layer, for which there is room: views, or copies to `put_back`."""
-
-    def put_back(self, layer: int, stored: KeyValue, first: int) -> None:
-        """Keep what was written to `layer_rows`, from row `first` on; views need nothing."""
+        """The first rows of a layer: views, or copies to be `put` back."""
 
     @abstractmethod
-    def stacked(self, caches: Sequence[Any], num_rows: int) -> Callable[[int], KeyValue]:
-        """What gives the first rows of a layer of several caches [caches, heads, rows, head_dim].
-
-        They are of this kind, and each may append one row before it is called. Rows that a cache
-        does not have are zeros.
-        """
+    def put(self, layer: int, first: int, fresh: KeyValue) -> None:
+        """Write rows of a layer from `first` on, where room was made."""
 
     @abstractmethod
     def write(self, span: Span, kv: KV) -> None:
@@ -141,7 +147,7 @@ class RowCache(Cache, ABC):
 
     @abstractmethod
     def read(self, span: Span) -> KV:
-        """The rows of `span` of the first sequence: views, or copies to be written."""
+        """The rows of `span` of the first sequence: views, or copies to be written back."""
 
     @abstractmethod
     def head(self, num_rows: int) -> RowCache:
@@ -202,14 +208,18 @@ class RowCache(Cache, ABC):
 class SlotCache(RowCache):
     """Rows in one buffer, of one sequence, or of several once beams are expanded."""
 
-    def __init__(self, geometry: KVGeometry, capacity: int, device: torch.device) -> None:
+    arena: SlotArena | None  # in which it has a place, until it outgrows that
+
+    def __init__(
+        self, geometry: KVGeometry, capacity: int, device: torch.device, batch_size: int = 1
+    ) -> None:
         super().__init__(geometry, device)
         self.capacity = capacity
         # Each [planes, batch, heads, capacity, head_dim]. Rows that were not written yet may lie
         # behind a mask, where they must be numbers.
         self._buffers = [
             torch.zeros(
-                (len(group.planes), 1, group.heads, capacity, group.head_dim),
+                (len(group.planes), batch_size, group.heads, capacity, group.head_dim),
                 dtype=self.dtype,
                 device=device,
             )
@@ -222,44 +232,31 @@ class SlotCache(RowCache):
         """Sequences in the buffers."""
         return self._buffers[0].shape[1]
 
+    def layer_rows(self, layer: int, num_rows: int) -> KeyValue:
+        """The first rows of a layer, as views."""
+        views = self.layers[layer]
+        return views.keys[:, :, :num_rows], views.values[:, :, :num_rows]
+
+    def put(self, layer: int, first: int, fresh: KeyValue) -> None:
+        """Write rows of a layer from `first` on, where room was made."""
+        views, stop = self.layers[layer], first + fresh[0].shape[2]
+        views.keys[:, :, first:stop].copy_(fresh[0])
+        views.values[:, :, first:stop].copy_(fresh[1])
+
     def reuse(self) -> SlotCache:
         """Forget the content and start over in the same memory."""
         self.length, self.scattered, self.behind, self.patches = 0, None, None, []
         self.exact_stop = sys.maxsize
         return self
 
-    def make_room(self, first: int, stop: int) -> None:
-        """Let the rows from `first` to `stop` be written."""
-        if stop > self.capacity:
-            self.grow(max(stop, 2 * self.capacity))
-
-    def layer_rows(self, layer: int, num_rows: int) -> KeyValue:
-        """The first rows of a layer, as views."""
-        views = self.layers[layer]
-        return views.keys[:, :, :num_rows], views.values[:, :, :num_rows]
-
-    def stacked(self, caches: Sequence[SlotCache], num_rows: int) -> Callable[[int], KeyValue]:
-        """What gives the first rows of a layer of several caches [caches, heads, rows, head_dim].
-
-        All have room for as many rows then.
-        """
-        for cache in caches:
-            if cache.capacity < num_rows:
-                cache.grow(-(-num_rows // STACKED_STEP) * STACKED_STEP)
-
-        def of_layer(layer: int) -> KeyValue:
-            keys, values = zip(*(c.layer_rows(layer, num_rows) for c in caches), strict=True)
-            return torch.cat(keys), torch.cat(values)
-
-        return of_layer
-
     def head(self, num_rows: int) -> SlotCache:
         """The first rows, as a cache over the same memory."""
-        return self._part(slice(0, num_rows), num_rows)
+        return self._part((*[slice(None)] * 3, slice(0, num_rows)), num_rows)
 
     def tail(self, num_before: int) -> SlotCache:
         """All rows from `num_before` on, as a cache over the same memory that counts from there."""
-        rest = self._part(slice(num_before, None), self.length - num_before)
+        rows = (*[slice(None)] * 3, slice(num_before, None))
+        rest = self._part(rows, self.length - num_before)
         rest.exact_stop = self.exact_stop - num_before
         return rest
 
@@ -270,9 +267,25 @@ class SlotCache(RowCache):
         place = self._buffers[0].untyped_storage().data_ptr()
         return {place: (sum(sizes), sum(sizes) // per_token)}
 
-    def _part(self, rows: slice, length: int) -> SlotCache:
+    def sequence(self, place: int) -> SlotCache:
+        """One sequence of the batch, empty, as a cache over the same memory."""
+        return self._part((slice(None), slice(place, place + 1)), 0)
+
+    def resized(self, batch_size: int, capacity: int) -> SlotCache:
+        """A larger batch of larger sequences, with the same content."""
+        larger = SlotCache(self._geometry, capacity, self.device, batch_size)
+        for new, old in zip(larger._buffers, self._buffers, strict=True):
+            new[:, : old.shape[1], :, : old.shape[3]].copy_(old)
+        return larger
+
+    def move_to(self, other: SlotCache) -> None:
+        """Go on in the memory of `other`, which has the same content."""
+        self._buffers, self.capacity = other._buffers, other.capacity
+        self._hand_out_views()
+
+    def _part(self, which: tuple[slice, ...], length: int) -> SlotCache:
         part = self.like(0)
-        part._buffers = [buffer[:, :, :, rows] for buffer in self._buffers]  # noqa: SLF001
+        part._buffers = [buffer[which] for buffer in self._buffers]  # noqa: SLF001
         part.capacity, part.length = part._buffers[0].shape[3], length  # noqa: SLF001
         part._hand_out_views()  # noqa: SLF001
         return part
@@ -310,8 +323,16 @@ class SlotCache(RowCache):
         """Forget everything."""
         self.reuse()
 
-    def grow(self, capacity: int) -> None:
-        """Move to larger buffers."""
+    def make_room(self, num_rows: int) -> None:
+        """Move to larger buffers if there are fewer rows."""
+        if num_rows <= self.capacity:
+            return
+        if self.arena is not None:
+            if num_rows <= self.arena.most_rows:
+                self.arena.make_room(num_rows)
+                return
+            self.arena.leave(self)
+        capacity = max(num_rows, 2 * self.capacity)
         for place, old in enumerate(self._buffers):
             shape = (*old.shape[:3], capacity, old.shape[4])
             self._buffers[place] = torch.zeros(shape, dtype=old.dtype, device=old.device)

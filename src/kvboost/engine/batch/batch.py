@@ -19,12 +19,13 @@ from kvboost.engine.batch.live import LEAST_SHARED, LivePrompts, Owner
 from kvboost.engine.batch.member import Member
 from kvboost.engine.batch.pace import Pace
 from kvboost.engine.batch.queue import FairQueue
-from kvboost.engine.prefill import Terms, decide, fill, keep, look_up, named_chunks
+from kvboost.engine.prefill import decide, fill, keep, named_chunks
 from kvboost.engine.report import count, report
 from kvboost.engine.results import Completion, Phases
 from kvboost.errors import DeadlineExceeded
 from kvboost.models.rows import Rows, SharedRows
-from kvboost.models.sampling import choose
+from kvboost.models.sampling import Choice, choose
+from kvboost.reuse.lookup import find
 
 if TYPE_CHECKING:
     from kvboost.engine.worker import Idle
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHARED_STEP = 32  # rows are shared in multiples of this, so that many requests share as many
+MOST_COMPUTING = 4  # prompts that are computed at once if they do not fit in a step
 POLL_S = 0.002  # how often to look whether a request that waits can start
 FIRST_NEW_ROWS = 128  # room for an answer to start with; buffers grow when it is longer
 
@@ -62,7 +64,7 @@ class Batch:
             segments = self._next_segments()
             if segments:
                 self._compute(segments)
-        except Exception as error:
+        except BaseException as error:  # nothing may end the thread: all requests would hang
             log.exception("the batch failed; its requests end with it")
             for member in [*self._running, *self._waiting]:
                 self._fail(member, error)
@@ -105,14 +107,21 @@ class Batch:
                 self._fail(member, DeadlineExceeded(f"not done after {waited:.1f} s"))
 
     def _let_join(self) -> None:
-        """Take in requests as long as their prompts fit in the next step."""
+        """Take in requests as long as their prompts fit in the next step, and a few more.
+
+        So a short prompt does not wait for a long one.
+        """
         while len(self._running) < self._most_running:
             computing = [each for each in self._running if each.pending]
-            if sum(len(each.pending) for each in computing) >= self._room_for_prompts(computing):
+            num_pending = sum(len(each.pending) for each in computing)
+            is_full = num_pending >= self._room_for_prompts(computing)
+            if is_full and len(computing) >= MOST_COMPUTING:
                 return
-            member = self._waiting.take(self._can_join)
-            if member is None:
+            # Who is first in line and does not fit is not overtaken, or it might wait for ever.
+            member = self._waiting.first(self._is_ready)
+            if member is None or not self._fits(member):
                 return
+            self._waiting.take(member)
             try:
                 self._join(member)
             except Exception as error:
@@ -129,26 +138,26 @@ class Batch:
     def _is_alone(self, member: Member) -> bool:
         return self._parts.model.is_alone(member.num_tokens)
 
-    def _can_join(self, member: Member) -> bool:
+    def _is_ready(self, member: Member) -> bool:
         loading = member.request.loading
         if loading is not None and not loading.done():
             return False
+        return not self._running or not self._waits_for_another(member)
+
+    def _fits(self, member: Member) -> bool:
         if not self._running:
             return True
         if self._is_alone(member):
             return False
-        sizes = ((each.rows, each.num_tokens) for each in self._running)
-        if not self._parts.pool.fits(sizes, member.num_tokens):
-            return False
-        return not self._waits_for_another(member)
+        sizes = [(each.rows, each.num_tokens) for each in self._running]
+        return self._parts.pool.fits(sizes, member.num_tokens)
 
     def _waits_for_another(self, member: Member) -> bool:
         """Whether another request computes most of what this one needs right now."""
         owner, num_alike = self._find_alike(member)
-        if owner is None or owner.num_ready >= num_alike:
+        if owner is None or member.names is None or owner.num_ready >= num_alike:
             return False
-        terms = Terms(member.request.reuse, member.request.tenant)
-        num_stored = look_up(member.request.tokens, self._parts, terms).num_reused
+        num_stored = find(*member.names, self._parts.store.index).num_reused
         num_known = max(num_stored, owner.num_ready)
         return num_alike - num_known > (len(member.request.tokens) - num_known) / 2
 
@@ -177,7 +186,8 @@ class Batch:
             decision = decision.on_shared(*member.names, shared.num_rows)
         num_own = len(request.tokens) - (shared.num_rows if shared else 0)
         num_new = min(member.sampling.max_new_tokens, FIRST_NEW_ROWS)
-        rows = member.owner.rows = Rows(parts.pool.cache(num_own + num_new), shared)
+        own = parts.pool.cache(num_own + num_new, on_shared=shared is not None)
+        rows = member.owner.rows = Rows(own, shared)
         member.start(fill(decision, request.tokens, parts, terms, rows))
         self._running.append(member)
         if member.names is not None:
@@ -193,7 +203,7 @@ class Batch:
         most = min(num_alike, owner.num_ready, len(member.request.tokens) - 1)
         if most < LEAST_SHARED:
             return None
-        return owner.rows.share(most // SHARED_STEP * SHARED_STEP)
+        return owner.rows.share(most // SHARED_STEP * SHARED_STEP, self._parts.pool)
 
     def _next_segments(self) -> dict[Segment, Member]:
         """One token of each answer, then pieces of prompts: the oldest first, then short ones."""
@@ -235,7 +245,7 @@ class Batch:
         try:
             logits = self._parts.model.forward_packed(list(segments))
             ready = {g: s for g, s in segments.items() if not s.pending}
-            choices = []
+            choices: list[Choice | Exception] = []
             if ready:
                 rows, choosers = [logits[g] for g in ready], [s.chooser for s in ready.values()]
                 choices = choose(rows, choosers)
@@ -253,17 +263,22 @@ class Batch:
         self._num_answers_stepped += num_answers
         self._pace.observe(time.perf_counter() - started, num_decoding, num_prompt)
 
-    def _go_on(self, member: Member, choice: Any) -> None:
+    def _go_on(self, member: Member, choice: Choice | Exception) -> None:
         if not member.output:
             self._prompt_is_done(member)
+        completion = None
         try:
+            if isinstance(choice, Exception):
+                raise choice
             member.accept(choice)
-        except Exception as error:  # of a listener, a grammar or a tokenizer: one request's matter
+            if member.finish_reason is not None:
+                completion = _completion(member, self._parts)
+        except BaseException as error:  # of a listener, a grammar, a tokenizer: its own matter
             log.exception("an answer could not be continued")
             self._fail(member, error)
             return
-        if member.finish_reason is not None:
-            self._finish(member)
+        if completion is not None:
+            self._finish(member, completion)
 
     def _prompt_is_done(self, member: Member) -> None:
         prefilled = member.prefilled
@@ -271,12 +286,11 @@ class Batch:
         if not member.was_beside:
             self._parts.cost.observe(prefilled.work, time.perf_counter() - prefilled.started_at)
 
-    def _finish(self, member: Member) -> None:
-        completion = _completion(member, self._parts)
-        self._running.remove(member)
+    def _finish(self, member: Member, completion: Completion) -> None:
+        self._leave(member)
         member.ticket.future.set_result(completion)
-        looked_up = member.terms.reuse != "off"
         try:
+            looked_up = member.terms.reuse != "off"
             count(member.request, member.prefilled, self._parts, looked_up=looked_up)
             if looked_up:
                 self._keep(member)
@@ -298,12 +312,21 @@ class Batch:
             self._add_idle(carry_out(audit, parts))
 
     def _fail(self, member: Member, error: BaseException) -> None:
+        self._leave(member)
+        member.owner.close()
+        # A traceback leads to the K/V of all requests of the step; it was logged.
+        member.ticket.future.set_exception(error.with_traceback(None))
+
+    def _leave(self, member: Member) -> None:
+        """Give up what a request has of the batch, before its caller knows that it has ended."""
         if member in self._running:
             self._running.remove(member)
         elif member in self._waiting:
             self._waiting.remove(member)
-        member.owner.close()
-        member.ticket.future.set_exception(error)
+        self._live.remove(member.owner)
+        if member.request.loading is not None:
+            member.request.loading.cancel()  # if it did not begin yet
+        member.give_back_place()
 
 
 def _completion(member: Member, parts: Parts) -> Completion:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,33 +51,41 @@ class BatchFront:
 
         Raises:
             QueueFull: there is no place.
-            ConfigError: the prompt and its answer do not fit.
+            ConfigError: the prompt and its answer do not fit, or have unknown tokens.
         """
         if self._parts.model.refusal:
             raise UnsupportedModel(self._parts.model.refusal)
-        member = Member(
-            request=self._start_loading(request),
-            sampling=sampling,
-            tokenizer=self._tokenizer,
-            end_tokens=self._parts.model.end_tokens,
-            listener=listener,
-            deadline_at=None if deadline_s is None else request.started_at + deadline_s,
-        )
-        most = self._parts.working_tokens
-        if member.num_tokens > most:
+        self._check(request, sampling)
+        self._worker.check_caller()
+        if not self._places.acquire(blocking=waits):
+            raise QueueFull(f"{self._parts.options.max_queue_size} requests wait already")
+        try:
+            member = Member(
+                request=self._start_loading(request),
+                sampling=sampling,
+                tokenizer=self._tokenizer,
+                end_tokens=self._parts.model.end_tokens,
+                give_back_place=self._places.release,
+                listener=listener,
+                deadline_at=None if deadline_s is None else request.started_at + deadline_s,
+            )
+            self._worker.post(partial(self._batch.add, member))
+        except BaseException:
+            self._places.release()
+            raise
+        return member.ticket
+
+    def _check(self, request: Request, sampling: Sampling) -> None:
+        """Refuse what would fail in the middle of a step, where others would fail with it."""
+        most, num_known = self._parts.working_tokens, self._parts.model.num_embeddings
+        if len(request.tokens) + sampling.max_new_tokens > most:
             raise ConfigError(
                 f"a prompt of {len(request.tokens)} tokens with {sampling.max_new_tokens} new ones "
                 f"does not fit: there is room for {most} (num_blocks, max_cache_bytes)"
             )
-        if not self._places.acquire(blocking=waits):
-            raise QueueFull(f"{self._parts.options.max_queue_size} requests wait already")
-        member.ticket.future.add_done_callback(self._leave)
-        try:
-            self._worker.post(partial(self._batch.add, member))
-        except BaseException as error:
-            member.ticket.future.set_exception(error)
-            raise
-        return member.ticket
+        for token in (min(request.tokens), max(request.tokens), *sampling.logit_bias):
+            if not 0 <= token < num_known:
+                raise ConfigError(f"token {token}: the model knows 0 to {num_known - 1}")
 
     def answer_all(
         self,
@@ -107,9 +114,6 @@ class BatchFront:
     def stats(self) -> dict[str, Any]:
         """Sizes now, and counts since the engine was made."""
         return self._batch.stats()
-
-    def _leave(self, _: Future[Completion]) -> None:
-        self._places.release()
 
 
 def _result_of(completion: Completion) -> GenerationResult:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
 from kvboost.core import ChunkKeys, PrefixKey, Span
 
@@ -19,38 +18,48 @@ LEAST_SHARED = 128  # tokens; below, attention in two parts costs more than it s
 class Owner:
     """A prompt of the batch, and how many of its first rows are there to be shared."""
 
-    rows: Rows | None = None  # before its request starts and after it has ended
+    rows: Rows | None = None  # before its request starts, and after it has ended
     num_ready: int = 0
+    names: tuple[PrefixKey, ...] = ()  # of its exact chunks, once it is known
 
     def close(self) -> None:
-        """Give the rows back, if there are any; nobody can share them from now on."""
+        """Give its rows back, if it has any."""
         rows, self.rows = self.rows, None
         if rows is not None:
             rows.close()
 
 
 class LivePrompts:
-    """Owners by the keys of their exact chunks, as long as their requests run."""
+    """Owners by the names of their exact chunks. Who begins alike can each be asked."""
 
     def __init__(self) -> None:
-        self._owners: WeakValueDictionary[PrefixKey, Owner] = WeakValueDictionary()
+        self._owners: dict[PrefixKey, list[Owner]] = {}
+
+    def __len__(self) -> int:
+        return len(self._owners)
 
     def add(self, owner: Owner, keys: Sequence[ChunkKeys]) -> None:
-        """Make a prompt known; the first one of several that begin alike stays the owner."""
-        for key in keys:
-            if self._get(key.prefix) is None:
-                self._owners[key.prefix] = owner
+        """Make a prompt known."""
+        owner.names = tuple(key.prefix for key in keys)
+        for name in owner.names:
+            self._owners.setdefault(name, []).append(owner)
+
+    def remove(self, owner: Owner) -> None:
+        """Forget a prompt, if it is known: its request has ended, and nobody may wait for it."""
+        for name in owner.names:
+            self._owners[name].remove(owner)
+            if not self._owners[name]:
+                del self._owners[name]
+        owner.names = ()
 
     def find(self, keys: Sequence[ChunkKeys], spans: Sequence[Span]) -> tuple[Owner | None, int]:
         """Who begins like a prompt, and for how many tokens; (None, 0) if nobody does."""
-        best: tuple[Owner | None, int] = (None, 0)
+        alike: list[Owner] = []
+        num_alike = 0
         for key, span in zip(keys, spans, strict=True):
-            owner = self._get(key.prefix)
-            if owner is None:
+            if key.prefix not in self._owners:
                 break
-            best = (owner, span.stop)
-        return best if best[1] >= LEAST_SHARED else (None, 0)
-
-    def _get(self, key: PrefixKey) -> Owner | None:
-        owner = self._owners.get(key)
-        return None if owner is None or owner.rows is None else owner
+            alike, num_alike = self._owners[key.prefix], span.stop
+        if num_alike < LEAST_SHARED:
+            return None, 0
+        return max(alike, key=lambda owner: owner.num_ready), num_alike

@@ -32,6 +32,7 @@ class Member:
     sampling: Sampling
     tokenizer: PreTrainedTokenizerBase
     end_tokens: frozenset[int]
+    give_back_place: Callable[[], None]  # in the batch or its queue
     ticket: Ticket = field(default_factory=Ticket)
     listener: Listener | None = None
     deadline_at: float | None = None  # by `time.perf_counter`
@@ -107,12 +108,14 @@ class Member:
             text = self._reader.finish()
         else:
             text = self._reader.feed(token)
-            if self._reader.is_stopped or (grammar is not None and grammar.is_over):
+            if grammar is not None and grammar.is_over:
                 self.finish_reason = "stop"
             elif len(self.output) >= self.sampling.max_new_tokens:
                 self.finish_reason = "length"
             if self.finish_reason:
                 text += self._reader.finish()
+            if self._reader.is_stopped:
+                self.finish_reason = "stop"
         self.text += text
         logprobs = () if self.sampling.top_logprobs is None else (self._reported(choice),)
         self.logprobs += logprobs

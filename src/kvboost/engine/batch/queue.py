@@ -32,17 +32,18 @@ class FairQueue:
             self._waiting[tenant] = deque()
         self._waiting[tenant].append(member)
 
-    def take(self, is_wanted: Callable[[Member], bool]) -> Member | None:
-        """The first in line for whom that is true."""
-        chosen = next((each for each in self if is_wanted(each)), None)
-        if chosen is not None:
-            self._served[chosen.request.tenant] += chosen.num_tokens
-            self.remove(chosen)
-        return chosen
+    def first(self, is_ready: Callable[[Member], bool]) -> Member | None:
+        """The first in line for whom that is true; stays in line."""
+        return next((each for each in self if is_ready(each)), None)
+
+    def take(self, member: Member) -> None:
+        """Let a request go, and count what its tenant is served by that."""
+        self._served[member.request.tenant] += member.num_tokens
+        self.remove(member)
 
     def remove(self, member: Member) -> None:
         """Let a request go."""
         tenant = member.request.tenant
         self._waiting[tenant].remove(member)
         if not self._waiting[tenant]:
-            del self._waiting[tenant]
+            del self._waiting[tenant], self._served[tenant]

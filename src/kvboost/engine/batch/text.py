@@ -48,10 +48,10 @@ class TextReader:
     def _up_to_stop(self, new: str) -> str:
         text = self._held + new
         self._held = ""
-        ends = [place for stop in self._stop if (place := text.find(stop)) >= 0]
-        if ends:
+        found = [(place + len(s), place) for s in self._stop if (place := text.find(s)) >= 0]
+        if found:
             self.is_stopped = True
-            return text[: min(ends)]
+            return text[: min(found)[1]]  # the first that is complete, wherever tokens end
         for length in range(min(len(text), max(map(len, self._stop), default=1) - 1), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stop):
                 self._held = text[-length:]

@@ -12,8 +12,8 @@ class Ticket:
     """A request that waits or runs. Thread-safe."""
 
     def __init__(self) -> None:
-        self.future: Future[Completion] = Future()
         self._cancelled = threading.Event()
+        self.future: Future[Completion] = _Answer(self._cancelled)
 
     @property
     def is_cancelled(self) -> bool:
@@ -27,3 +27,17 @@ class Ticket:
     def result(self, timeout_s: float | None = None) -> Completion:
         """Wait for the answer, or for the error that ended it."""
         return self.future.result(timeout_s)
+
+
+class _Answer(Future[Completion]):
+    """Ended by the batch alone: who cancels it, asyncio for one, asks the batch to do so."""
+
+    def __init__(self, cancelled: threading.Event) -> None:
+        super().__init__()
+        self._is_unwanted = cancelled
+        self.set_running_or_notify_cancel()
+
+    def cancel(self) -> bool:
+        """Stop soon, not at once: false."""
+        self._is_unwanted.set()
+        return super().cancel()
