@@ -18,9 +18,15 @@ LEAST_SHARED = 128  # tokens; below, attention in two parts costs more than it s
 class Owner:
     """A prompt of the batch, and how many of its first rows are there to be shared."""
 
-    rows: Rows | None = None
+    rows: Rows | None = None  # before its request starts, and after it has ended
     num_ready: int = 0
     names: tuple[PrefixKey, ...] = ()  # of its exact chunks, once it is known
+
+    def close(self) -> None:
+        """Give its rows back, if it has any."""
+        rows, self.rows = self.rows, None
+        if rows is not None:
+            rows.close()
 
 
 class LivePrompts:
