@@ -21,8 +21,10 @@ from transformers.utils import logging
 import eviction
 import footprint
 import found
+import fuzz
 import identity
 import isolation
+import kvbytes
 import lookup
 import mixed
 import multiturn
@@ -31,8 +33,11 @@ import quality
 import quantised
 import restart
 import shared
+import soak
 import speed
+import stalls
 import threads
+import throughput
 from get_model import get_model
 from measure import environment
 
@@ -52,6 +57,11 @@ QUESTIONS = {
     "shared": shared,
     "eviction": eviction,
     "footprint": footprint,
+    "throughput": throughput,
+    "stalls": stalls,
+    "kvbytes": kvbytes,
+    "soak": soak,
+    "fuzz": fuzz,
 }
 
 
@@ -62,7 +72,7 @@ def main() -> None:
     for name, module in QUESTIONS.items():
         command = commands.add_parser(name, help=module.__doc__, description=module.__doc__)
         command.add_argument("--rounds", type=int, default=5)
-        if module not in (eviction, footprint, shared):
+        if module not in (eviction, footprint, shared, soak, fuzz):
             command.add_argument("--model", nargs="+", help="names or folders (default: SmolLM2)")
             command.add_argument("--dtype", default="fp32", choices=["bf16", "fp16", "fp32"])
         module.add_arguments(command)
@@ -71,6 +81,8 @@ def main() -> None:
         options.model = options.model or [str(get_model())]
     rows = QUESTIONS[options.question].run(options)
     print(json.dumps({"question": options.question, **environment(), "rows": rows}))
+    if any(row.get("violations") for row in rows):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

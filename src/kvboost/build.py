@@ -26,6 +26,8 @@ from kvboost.tiers.stack import TierStack
 from kvboost.tiers.store import ChunkStore
 from kvboost.tiers.urls import openers
 
+LEAST_WORKING_BYTES = 1 << 30
+
 CODECS: Mapping[int, type[Codec]] = {16: RawCodec, 8: Int8Codec, 4: Int4Codec}
 
 
@@ -53,7 +55,8 @@ class Parts:
         options = self.options
         if options.num_blocks is not None:
             return options.num_blocks * options.block_size
-        return options.max_cache_bytes // max(1, self.model.geometry.bytes_per_token)
+        budget_bytes = max(options.max_cache_bytes, LEAST_WORKING_BYTES)
+        return budget_bytes // max(1, self.model.geometry.bytes_per_token)
 
 
 def build(options: Options, model: HFModel, boundaries: Set[int]) -> Parts:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from kvboost.models.arena import Arena
 from kvboost.models.hf import HFModel
 from kvboost.models.packed import Segment
 from kvboost.models.rows import Rows
@@ -80,8 +81,9 @@ def test_sequences_in_one_row_are_as_alone(name: str) -> None:
     packed = Packed(name)
     first, apart = (Rows(packed.model.fresh_slots(8)) for _ in range(2))
     packed.step((FIRST, first, range(50)), (APART, apart, SCATTERED))
-    shared = first.share(NUM_ALIKE)
-    second, third = (Rows(packed.model.fresh_slots(4), shared) for _ in range(2))
+    arena = Arena(packed.model.geometry, packed.model.model.device)
+    shared = first.share(NUM_ALIKE, arena)
+    second, third = Rows(arena.take(4), shared), Rows(packed.model.fresh_slots(4), shared)
     packed.step(
         (FIRST, first, range(50, 51)),
         (SECOND, second, range(NUM_ALIKE, 60)),
@@ -93,3 +95,25 @@ def test_sequences_in_one_row_are_as_alone(name: str) -> None:
         (SECOND, second, range(60, 74)),
     )
     packed.step((FIRST, first, range(90, 91)), (SECOND, second, range(74, 75)))
+
+
+def test_requests_with_few_rows_of_their_own_are_computed_together() -> None:
+    packed = Packed("llama")
+    prompts = [FIRST[:NUM_ALIKE] + sequence(seed, 300) for seed in range(10, 16)]
+    first = Rows(packed.model.fresh_slots(8))
+    packed.step((prompts[0], first, range(NUM_ALIKE + 3)))
+    arena = Arena(packed.model.geometry, packed.model.model.device)
+    shared = first.share(NUM_ALIKE, arena)
+    rows = [first, *(Rows(arena.take(4), shared) for _ in prompts[1:])]
+    for number in range(1, 6):
+        packed.step((prompts[number], rows[number], range(NUM_ALIKE, NUM_ALIKE + 2 * number)))
+    for step in range(330):
+        if step == 100:
+            rows[2] = Rows(arena.take(4), shared)  # a place that is free again
+            packed.step((prompts[2], rows[2], range(NUM_ALIKE, NUM_ALIKE + 7)))
+        taking = [n for n in range(6) if step % 7 != n and rows[n].length < 339]
+        packed.step(
+            *((prompts[n], rows[n], range(rows[n].length, rows[n].length + 1)) for n in taking)
+        )
+    stayed = [each.own.arena is not None for each in rows]
+    assert stayed == [False, False, True, False, False, False], "the others outgrew their places"

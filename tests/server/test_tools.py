@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import pytest
@@ -89,6 +90,8 @@ WRITTEN = st.lists(
             " ",
             "\n",
             "so ",
+            "```json\n",
+            "```",
             '"',
             '{"name": "f", "arguments": {}}',
             '{"name": "f", "arguments": {"tag": "</tool_call>"}}',
@@ -103,7 +106,7 @@ WRITTEN = st.lists(
 @given(WRITTEN, st.lists(st.integers(0, 300)))
 def test_what_is_read_does_not_depend_on_how_the_text_is_cut(text: str, cuts: list[int]) -> None:
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    pieces = [text[start:stop] for start, stop in zip(places, places[1:], strict=False)]
+    pieces = [text[start:stop] for start, stop in itertools.pairwise(places)]
     assert read(*pieces) == read(text) == read(*text)
 
 
@@ -148,11 +151,12 @@ def test_ids_of_calls_are_unique() -> None:
         '["f"]',
         "[" * 100_000,
         '{"name": "f", "arguments": {}} and more',
+        '{"name": "f',
     ],
 )
 def test_a_broken_call_is_text_and_the_next_call_is_a_call(body: str) -> None:
     broken = f"<tool_call>{body}</tool_call>"
-    assert read(broken + CALL) == [broken, WEATHER]
+    assert read(f"{broken}\n{CALL}") == [broken, WEATHER]
 
 
 def test_a_closing_tag_in_an_argument_ends_nothing() -> None:
@@ -162,6 +166,26 @@ def test_a_closing_tag_in_an_argument_ends_nothing() -> None:
 
 def test_a_call_without_its_closing_tag_counts_at_the_end() -> None:
     assert read(CALL.removesuffix("</tool_call>")) == [WEATHER]
+
+
+BARE = '{\n  "name": "weather",\n  "arguments": {"city": "Oslo"}\n}'
+
+
+@pytest.mark.parametrize("text", [BARE, f"\n```json\n{BARE}\n```\n"])
+def test_an_answer_that_is_the_json_of_a_call_is_one(text: str) -> None:
+    assert read(*text) == [WEATHER]
+
+
+@pytest.mark.parametrize(
+    "text", [f"{BARE} is how", f"So: {BARE}", '{"name": "Ada"}', "```json\n[]\n```", BARE[:30]]
+)
+def test_other_json_is_text(text: str) -> None:
+    assert read(*text) == [text]
+
+
+def test_json_that_cannot_be_a_call_is_not_held_back() -> None:
+    assert ToolReader().feed('{"age": 3') == ['{"age": 3']
+    assert ToolReader().feed("```python\nx") == ["```python\nx"]
 
 
 def test_a_call_that_was_cut_off_is_text() -> None:

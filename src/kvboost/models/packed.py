@@ -8,8 +8,9 @@ that no model needs to know.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvboost.core import KVGeometry
-
-SHORT_ROWS = 256  # up to here requests' own rows are copied together
 
 MaskOne = Callable[[int, int, "int | torch.Tensor"], "torch.Tensor | None"]
 """(queries, keys, offset of the queries) -> the mask of one sequence."""
@@ -44,7 +43,7 @@ class Segment:
     positions: Sequence[int]
     start: int = 0  # in the packed row
     stop: int = 0
-    kv: tuple[torch.Tensor, torch.Tensor] = field(init=False)  # own rows, of the layer that runs
+    num_visible: int = 0  # own rows that it sees
 
     @property
     def is_appended(self) -> bool:
@@ -52,15 +51,60 @@ class Segment:
         positions = self.positions
         return isinstance(positions, range) and positions.start == self.rows.length
 
+    @property
+    def is_small(self) -> bool:
+        """Whether it is one token of a request whose own rows are in an arena."""
+        return len(self.tokens) == 1 and self.rows.own.arena is not None and self.is_appended
+
+    def own(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of its own rows."""
+        views = self.rows.own.layers[layer]
+        return views.keys[:, :, : self.num_visible], views.values[:, :, : self.num_visible]
+
+    def whole(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of all its rows; a copy if some are shared."""
+        if self.rows.shared is None:
+            return self.own(layer)
+        pairs = zip(self.rows.shared.layer(layer), self.own(layer), strict=True)
+        key, value = (torch.cat(pair, dim=2) for pair in pairs)
+        return key, value
+
+
+class SmallRows:
+    """All small segments of a step: their rows are written and read together."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
+        arena = segments[0].rows.own.arena
+        assert arena is not None
+        self._arena = arena
+        device = segments[0].rows.own.device
+        self._columns = torch.tensor([segment.start for segment in segments], device=device)
+        self._places = torch.tensor([segment.rows.own.place for segment in segments], device=device)
+        lengths = [segment.rows.own.length for segment in segments]
+        self._lengths = torch.tensor(lengths, device=device)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put each segment's new row where it belongs."""
+        for stored, fresh in zip(self._arena.layer(layer), (key, value), strict=True):
+            rows = fresh[0].index_select(1, self._columns).transpose(0, 1)
+            stored[self._places, :, self._lengths] = rows
+
+    def finish(self) -> None:
+        """Count the rows that were written."""
+        for segment in self.segments:
+            segment.rows.own.length += 1
+
 
 class PackedLayer(CacheLayerMixin):
     """Hands each request's part of the fresh rows to the request's own layer."""
 
     is_sliding = False
 
-    def __init__(self, segments: Sequence[Segment], index: int) -> None:
+    def __init__(self, cache: PackedCache, index: int) -> None:
         super().__init__()
-        self._segments, self._index = segments, index
+        # Weak: a cycle would keep the K/V of all requests until a garbage collection.
+        self._cache, self._index = weakref.ref(cache), index
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -70,12 +114,15 @@ class PackedLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new rows where they belong; attention finds them through its mask."""
-        index = self._index
-        for segment in self._segments:
+        cache = self._cache()
+        assert cache is not None
+        for segment in cache.others:
             place = slice(segment.start, segment.stop)
-            segment.kv = segment.rows.own.layers[index].update(
+            segment.rows.own.layers[self._index].update(
                 key_states[:, :, place], value_states[:, :, place]
             )
+        if cache.small is not None:
+            cache.small.write(self._index, key_states, value_states)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -95,17 +142,22 @@ class PackedCache(Cache):
     """The cache of one packed forward."""
 
     def __init__(self, segments: Sequence[Segment], num_layers: int) -> None:
-        # Who shares rows stands together, and among them those with few rows of their own.
-        self.segments = sorted(segments, key=lambda s: (id(s.rows.shared), not _is_short(s)))
-        # Layers know the segments and not this: a cycle would keep K/V until a garbage collection.
-        super().__init__(layers=[PackedLayer(self.segments, index) for index in range(num_layers)])
+        super().__init__(layers=[PackedLayer(self, index) for index in range(num_layers)])
+        for segment in segments:
+            own, shift = segment.rows.own, segment.rows.num_shared
+            if not segment.is_appended:
+                own.scatter([place - shift for place in segment.positions])
+            segment.num_visible = own.visible_after(len(segment.tokens))
+            own.make_room(segment.num_visible)
+        # Who shares rows stands together, and among them the small ones in the arena's order.
+        self.segments = sorted(segments, key=_order)
         start = 0
         for segment in self.segments:
             segment.start, segment.stop = start, start + len(segment.tokens)
             start = segment.stop
-            if not segment.is_appended:
-                shift = segment.rows.num_shared
-                segment.rows.own.scatter([place - shift for place in segment.positions])
+        small = [segment for segment in self.segments if segment.is_small]
+        self.small = SmallRows(small) if small else None
+        self.others = [segment for segment in self.segments if not segment.is_small]
 
     def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:
         """A number that brings this cache to our mask function."""
@@ -119,28 +171,52 @@ class SharedRun:
 
     def __init__(self, shared: SharedRows, segments: Sequence[Segment]) -> None:
         self._shared, self._first = shared, segments[0].start
-        self._pieces: list[tuple[list[Segment], torch.Tensor | None]] = []
-        for is_short, run in groupby(segments, key=_is_short):
-            members = list(run)
-            if is_short:
-                self._pieces.append((members, _mask_of_short(members)))
-            else:
-                self._pieces += [([each], None) for each in members]
+        small = [segment for segment in segments if segment.is_small]
+        self._small = SmallAttention(small) if small else None
+        self._others = segments[len(small) :]
+        self._num_small = len(small)
 
     def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attention of these requests [1, tokens, heads, head_dim]."""
-        outputs, totals = [], []
-        for members, mask in self._pieces:
-            part = query[:, :, members[0].start - self._first : members[-1].stop - self._first]
-            if mask is None:
-                output, total = cascade.attend_appended(part, *members[0].kv, scale)
-            else:
-                output, total = _attend_short(part, members, layer, mask, scale)
-            outputs.append(output.float())
-            totals.append(total)
-        own = (torch.cat(outputs, dim=2), torch.cat(totals, dim=2))
-        joined, _ = cascade.join(cascade.attend(query, *self._shared.layer(layer), scale), own)
+        parts = []
+        if self._small is not None:
+            parts.append(self._small.attend(layer, query[:, :, : self._num_small], scale))
+        for segment in self._others:
+            own = query[:, :, segment.start - self._first : segment.stop - self._first]
+            parts.append(cascade.attend_appended(own, *segment.own(layer), scale))
+        outputs = torch.cat([output.float() for output, _ in parts], dim=2)
+        totals = torch.cat([total for _, total in parts], dim=2)
+        shared = cascade.attend(query, *self._shared.layer(layer), scale)
+        joined, _ = cascade.join(shared, (outputs, totals))
         return joined.to(query.dtype).transpose(1, 2)
+
+
+class SmallAttention:
+    """One token of each request on its own rows in the arena, in one kernel."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        arena = segments[0].rows.own.arena
+        assert arena is not None
+        self._arena = arena
+        places = [segment.rows.own.place for segment in segments]
+        device, dtype = segments[0].rows.own.device, segments[0].rows.own.dtype
+        is_run = places[-1] - places[0] + 1 == len(places)
+        self._run = slice(places[0], places[-1] + 1) if is_run else None
+        self._places = torch.tensor(places, device=device)
+        lengths = torch.tensor([segment.num_visible for segment in segments], device=device)
+        is_hidden = torch.arange(int(lengths.max()), device=device) >= lengths[:, None]
+        mask = torch.zeros(is_hidden.shape, dtype=dtype, device=device)
+        self._mask = mask.masked_fill_(is_hidden, torch.finfo(dtype).min)[:, None, None]
+
+    def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> cascade.Part:
+        """Attention of a token each [1, heads, tokens, head_dim]."""
+        key, value = (self._rows(each) for each in self._arena.layer(layer))
+        output, total = cascade.attend(query.transpose(0, 2), key, value, scale, mask=self._mask)
+        return output.transpose(0, 2), total.transpose(0, 2)
+
+    def _rows(self, stored: torch.Tensor) -> torch.Tensor:
+        rows = stored[:, :, : self._mask.shape[-1]]
+        return rows[self._run] if self._run is not None else rows.index_select(0, self._places)
 
 
 class PackedMask:
@@ -159,10 +235,9 @@ class PackedMask:
             self._runs += [(None, [segment]) for segment in segments]
             for segment in segments:
                 own, before = segment.rows.own, segment.rows.num_shared
-                num_queries = len(segment.tokens)
-                num_keys = before + own.visible_after(num_queries)
+                num_keys = before + segment.num_visible
                 offset = before + own.get_query_offset()
-                self._masks[id(segment)] = mask_one(num_queries, num_keys, offset)
+                self._masks[id(segment)] = mask_one(len(segment.tokens), num_keys, offset)
 
     def attend(
         self, layer: int, query: torch.Tensor, scale: float | None, attend_one: AttendOne
@@ -174,7 +249,7 @@ class PackedMask:
             if run is not None:
                 outputs.append(run.attend(layer, part, scale))
             else:
-                key, value = _whole(segments[0], layer)
+                key, value = segments[0].whole(layer)
                 outputs.append(attend_one(part, key, value, self._masks[id(segments[0])]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
@@ -194,6 +269,8 @@ def run_packed(
         use_cache=True,
         **keep_logits(model, last),
     ).logits[0]
+    if cache.small is not None:
+        cache.small.finish()
     if len(logits) != len(last):  # a model that computes all
         logits = logits[last]
     return dict(zip(cache.segments, logits, strict=True))
@@ -208,43 +285,5 @@ def keep_logits(model: PreTrainedModel, wanted: int | torch.Tensor) -> dict[str,
     return {"logits_to_keep": wanted} if has_it else {}
 
 
-def _whole(segment: Segment, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """All rows of a layer in one tensor."""
-    key, value = segment.kv
-    if segment.rows.shared is None:
-        return key, value
-    first_key, first_value = segment.rows.shared.layer(layer)
-    return torch.cat([first_key, key], dim=2), torch.cat([first_value, value], dim=2)
-
-
-def _is_short(segment: Segment) -> bool:
-    own = segment.rows.own
-    return segment.rows.shared is not None and len(segment.tokens) == 1 and own.length < SHORT_ROWS
-
-
-def _mask_of_short(segments: Sequence[Segment]) -> torch.Tensor:
-    """Hides what lies behind each request's own rows; makes room for as many rows in all."""
-    lengths = torch.tensor([segment.rows.own.length + 1 for segment in segments])
-    longest = int(lengths.max())
-    for segment in segments:
-        if segment.rows.own.capacity < longest:
-            segment.rows.own.grow(-(-longest // 64) * 64)
-    is_hidden = torch.arange(longest) >= lengths[:, None]
-    dtype = segments[0].rows.own.dtype
-    mask = torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, torch.finfo(dtype).min)
-    return mask[:, None, None]
-
-
-def _attend_short(
-    query: torch.Tensor,
-    segments: Sequence[Segment],
-    layer: int,
-    mask: torch.Tensor,
-    scale: float | None,
-) -> cascade.Part:
-    """One token of each request on its few own rows: a copy is cheaper than a kernel for each."""
-    layers = [segment.rows.own.layers[layer] for segment in segments]
-    key = torch.cat([each.keys[:, :, : mask.shape[-1]] for each in layers])
-    value = torch.cat([each.values[:, :, : mask.shape[-1]] for each in layers])
-    output, total = cascade.attend(query.transpose(0, 2), key, value, scale, mask=mask)
-    return output.transpose(0, 2), total.transpose(0, 2)
+def _order(segment: Segment) -> tuple[int, bool, int]:
+    return id(segment.rows.shared), not segment.is_small, segment.rows.own.place

@@ -32,13 +32,11 @@ def prepack(model: PreTrainedModel) -> Callable[[], None]:
             "prepack_weights=True is for bfloat16 on a CPU, "
             f"not for {str(model.dtype).removeprefix('torch.')} on {model.device.type}"
         )
-    if not torch.backends.mkldnn.is_available() or not hasattr(
-        torch.ops.mkldnn, "_linear_pointwise"
-    ):
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         raise ConfigError("prepack_weights=True needs a torch that was built with oneDNN")
     linears = [each for each in model.modules() if type(each) is torch.nn.Linear]
     for linear in linears:
-        linear.forward = _packed_forward(linear)  # type: ignore[method-assign]
+        linear.forward = _packed_forward(linear)  # type: ignore[method-assign,assignment]
 
     def undo() -> None:
         for linear in linears:

@@ -12,6 +12,7 @@ from kvboost.models.slots import SlotCache
 
 if TYPE_CHECKING:
     from kvboost.codecs.base import KV
+    from kvboost.models.arena import Arena
 
 
 class SharedRows:
@@ -67,12 +68,22 @@ class Rows:
     def exact_stop(self, stop: int) -> None:
         self.own.exact_stop = stop - self.num_shared
 
-    def share(self, num_rows: int) -> SharedRows:
-        """Let others read the first rows; at most `num_rows`, less if fewer are shared already."""
+    def share(self, num_rows: int, arena: Arena) -> SharedRows:
+        """Let others read the first rows; at most `num_rows`, less if fewer are shared already.
+
+        If few rows are left as its own, they go to the arena.
+        """
         if self.shared is not None:
             return self.shared.head(min(num_rows, self.num_shared))
         self.shared = SharedRows(self.own, num_rows)
         self.own = self.own.tail(num_rows)
+        if self.own.length < arena.most_rows:
+            rest = arena.take(self.own.length + 1)
+            rest.exact_stop = self.own.exact_stop
+            if self.own.length:
+                own = Span(0, self.own.length)
+                rest.write(own, self.own.read(own))
+            self.own = rest
         return self.shared
 
     def read(self, span: Span) -> KV:

@@ -20,6 +20,7 @@ from kvboost.models import spread
 
 if TYPE_CHECKING:
     from kvboost.codecs.base import KV
+    from kvboost.models.arena import Arena
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,7 @@ class SlotLayer(CacheLayerMixin):
         """Write the new rows in place; return views of all visible rows."""
         cache = self._cache
         visible = cache.visible_after(key_states.shape[2])
-        if visible > cache.capacity:
-            cache.grow(max(visible, 2 * cache.capacity))
+        cache.make_room(visible)
         if cache.observer is not None:
             cache.observer(self._index, (key_states, value_states), (self.keys, self.values))
         if cache.scattered is None:
@@ -97,7 +97,9 @@ class SlotCache(Cache):
     mask) at positions of its own.
     """
 
-    def __init__(self, geometry: KVGeometry, capacity: int, device: torch.device) -> None:
+    def __init__(
+        self, geometry: KVGeometry, capacity: int, device: torch.device, batch_size: int = 1
+    ) -> None:
         self._geometry = geometry
         self.dtype = getattr(torch, geometry.dtype)
         self.capacity = capacity
@@ -108,13 +110,15 @@ class SlotCache(Cache):
         self.patches: list[spread.Patch] = []
         self.observer: RowObserver | None = None  # sees each layer's fresh rows before they go in
         self._scattered_stop = 0
+        self.arena: Arena | None = None  # in which it has a place, until it outgrows that
+        self.place = 0
         layers = [SlotLayer(self, index) for index in range(geometry.num_layers)]
         super().__init__(layers=layers)
         # Each [planes, batch, heads, capacity, head_dim]. Rows that were not written yet may lie
         # behind a mask, where they must be numbers.
         self._buffers = [
             torch.zeros(
-                (len(group.planes), 1, group.heads, capacity, group.head_dim),
+                (len(group.planes), batch_size, group.heads, capacity, group.head_dim),
                 dtype=self.dtype,
                 device=device,
             )
@@ -141,11 +145,12 @@ class SlotCache(Cache):
 
     def head(self, num_rows: int) -> SlotCache:
         """The first rows, as a cache over the same memory."""
-        return self._part(slice(0, num_rows), num_rows)
+        return self._part((*[slice(None)] * 3, slice(0, num_rows)), num_rows)
 
     def tail(self, num_before: int) -> SlotCache:
         """All rows from `num_before` on, as a cache over the same memory that counts from there."""
-        rest = self._part(slice(num_before, None), self.length - num_before)
+        rows = (*[slice(None)] * 3, slice(num_before, None))
+        rest = self._part(rows, self.length - num_before)
         rest.exact_stop = self.exact_stop - num_before
         return rest
 
@@ -160,9 +165,25 @@ class SlotCache(Cache):
         place = self._buffers[0].untyped_storage().data_ptr()
         return {place: (sum(sizes), sum(sizes) // per_token)}
 
-    def _part(self, rows: slice, length: int) -> SlotCache:
+    def sequence(self, place: int) -> SlotCache:
+        """One sequence of the batch, empty, as a cache over the same memory."""
+        return self._part((slice(None), slice(place, place + 1)), 0)
+
+    def resized(self, batch_size: int, capacity: int) -> SlotCache:
+        """A larger batch of larger sequences, with the same content."""
+        larger = SlotCache(self._geometry, capacity, self.device, batch_size)
+        for new, old in zip(larger._buffers, self._buffers, strict=True):
+            new[:, : old.shape[1], :, : old.shape[3]].copy_(old)
+        return larger
+
+    def move_to(self, other: SlotCache) -> None:
+        """Go on in the memory of `other`, which has the same content."""
+        self._buffers, self.capacity = other._buffers, other.capacity
+        self._hand_out_views()
+
+    def _part(self, which: tuple[slice, ...], length: int) -> SlotCache:
         part = self.like(0)
-        part._buffers = [buffer[:, :, :, rows] for buffer in self._buffers]  # noqa: SLF001
+        part._buffers = [buffer[which] for buffer in self._buffers]  # noqa: SLF001
         part.capacity, part.length = part._buffers[0].shape[3], length  # noqa: SLF001
         part._hand_out_views()  # noqa: SLF001
         return part
@@ -231,8 +252,16 @@ class SlotCache(Cache):
         """Forget everything."""
         self.reuse()
 
-    def grow(self, capacity: int) -> None:
-        """Move to larger buffers."""
+    def make_room(self, num_rows: int) -> None:
+        """Move to larger buffers if there are fewer rows."""
+        if num_rows <= self.capacity:
+            return
+        if self.arena is not None:
+            if num_rows <= self.arena.most_rows:
+                self.arena.make_room(num_rows)
+                return
+            self.arena.leave(self)
+        capacity = max(num_rows, 2 * self.capacity)
         for place, old in enumerate(self._buffers):
             shape = (*old.shape[:3], capacity, old.shape[4])
             self._buffers[place] = torch.zeros(shape, dtype=old.dtype, device=old.device)

@@ -98,6 +98,8 @@ class Endpoints:
         self._created_at = int(time.time())
         # One thread: neither tokenizers nor chat templates are safe to use from several.
         self._preparing = ThreadPoolExecutor(1, "kvboost-prepare")
+        # Another one, since a hostile schema may take seconds.
+        self._compiling = ThreadPoolExecutor(1, "kvboost-compile")
 
     def add_to(self, app: FastAPI) -> None:
         """Give each path what it does."""
@@ -160,7 +162,9 @@ class Endpoints:
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
-        return await self._answer(request, partial(self._planner.chat, body))
+        compiling = partial(self._planner.grammars, body)
+        grammars = await unless_gone(request, _on(self._compiling, compiling))
+        return await self._answer(request, partial(self._planner.chat, body, grammars))
 
     async def stats(self) -> Response:
         """The batch and the cache now."""
@@ -202,7 +206,7 @@ class Endpoints:
         """Keep what is stored of a text from leaving."""
         if body.everything:
             raise refused("everything cannot be pinned", "everything")
-        tokens = await self._prepared(partial(self._tokens, body))
+        tokens = await _on(self._preparing, partial(self._tokens, body))
         pinning = partial(self._engine.contents.pin, tokens, ttl_s=body.ttl_s)
         num = await asyncio.to_thread(pinning, tenant=_tenant(body.tenant, request))
         return JSONResponse({"num_pinned": num})
@@ -213,7 +217,7 @@ class Endpoints:
             raise refused("ttl_s is how long a pin lasts", "ttl_s")
         tokens = None
         if not body.everything:
-            tokens = await self._prepared(partial(self._tokens, body))
+            tokens = await _on(self._preparing, partial(self._tokens, body))
         deleting = partial(self._engine.contents.delete, tokens)
         num = await asyncio.to_thread(deleting, tenant=_tenant(body.tenant, request))
         return JSONResponse({"num_deleted": num})
@@ -229,16 +233,17 @@ class Endpoints:
         }
 
     async def _answer(self, request: Request, make_plan: Callable[[], Plan]) -> Response:
-        plan = await unless_gone(request, self._prepared(make_plan))
+        plan = await unless_gone(request, _on(self._preparing, make_plan))
         return Exchange(plan, self._running)
-
-    async def _prepared(self, work: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
 
     def _tokens(self, body: CacheBody) -> list[int]:
         if body.text is not None:
             return tokens_of(body.text, self._engine.tokenizer)
         return chat_tokens(_plain(body.messages), self._engine.tokenizer)
+
+
+async def _on(thread: ThreadPoolExecutor, work: Callable[[], Any]) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(thread, work)
 
 
 def make_app(

@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,8 @@ class Grammars:
         Raises:
             ConfigError: as `json_schema`, for the parameters of a tool.
         """
-        rules, schemas = [], []
+        rules: list[str] = []
+        schemas: list[Mapping[str, Any]] = []
         for function in (tool["function"] for tool in tools):
             if name not in (None, function["name"]):
                 continue
@@ -133,26 +134,28 @@ class TokenGrammar:
 def check_schema(schema: object) -> None:
     """Refuse what is too big, before anything walks through it by recursion."""
     level: list[tuple[str, object]] = [("", schema)]
-    for depth in range(MAX_DEPTH + 2):
-        below: list[tuple[str, object]] = []
-        for key, part in level:
-            if isinstance(part, Mapping | list):
-                is_choice = key in ("allOf", "anyOf", "oneOf")
-                most = MAX_BRANCHES if is_choice else MAX_ENTRIES
-                if len(part) > most:
-                    raise ConfigError(f"schema: {key or 'a list'} of {len(part)}, at most {most}")
-                below.extend(part.items() if isinstance(part, Mapping) else (("", p) for p in part))
-        if not below:
-            break
-        if depth > MAX_DEPTH:
-            raise ConfigError(f"schema: more than {MAX_DEPTH} levels within each other")
-        level = below
+    for _ in range(MAX_DEPTH):
+        level = [entry for key, part in level for entry in _entries(key, part)]
+    if level:
+        raise ConfigError(f"schema: more than {MAX_DEPTH} levels within each other")
     try:
         size_bytes = len(_json(schema))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"schema: not JSON: {error}") from error
     if size_bytes > MAX_SCHEMA_BYTES:
         raise ConfigError(f"schema: {size_bytes} bytes, at most {MAX_SCHEMA_BYTES}")
+
+
+def _entries(key: str, part: object) -> Iterable[tuple[str, object]]:
+    """What a list or object holds, each with the keyword that it stands under."""
+    if isinstance(part, int) and key in ("const", "enum") and abs(part) > 2**53:
+        raise ConfigError(f"schema: {key} has {part}, integers above 2^53 lose digits")
+    if not isinstance(part, Mapping | list):
+        return ()
+    most = MAX_BRANCHES if key in ("allOf", "anyOf", "oneOf") else MAX_ENTRIES
+    if len(part) > most:
+        raise ConfigError(f"schema: {key or 'a list'} of {len(part)}, at most {most}")
+    return part.items() if isinstance(part, Mapping) else [(key, each) for each in part]
 
 
 def _compile(text: str, tokens: LLTokenizer) -> LLMatcher:

@@ -79,7 +79,7 @@ class Plan:
 
 
 class Planner:
-    """Makes plans. Used by one thread: tokenizers and templates are not safe with several."""
+    """Makes plans. One thread at a time: tokenizers and templates are not safe with several."""
 
     def __init__(
         self, tokenizer: Any, options: ServerOptions, model: Served, grammars: Grammars
@@ -110,15 +110,17 @@ class Planner:
         reply = CompletionReply(self._model.name, echoes, has_logprobs=has_logprobs)
         return self._plan(body, asks, num_each, num_kept, reply)
 
-    def chat(self, body: ChatBody) -> Plan:
+    def grammars(self, body: ChatBody) -> list[Grammar | None]:
+        """What each answer must form; may be called from another thread."""
+        return [self._grammar(body) for _ in range(body.n or 1)]
+
+    def chat(self, body: ChatBody, grammars: Sequence[Grammar | None]) -> Plan:
         """The plan of /v1/chat/completions."""
         self._check_model(body.model)
         tokens = self._chat_tokens(body)
         name = "max_tokens" if body.max_tokens else "max_completion_tokens"
         num_new = self._room(tokens, body.max_tokens or body.max_completion_tokens, name)
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        num = body.n or 1
-        grammars = [self._grammar(body) for _ in range(num)]
         reply = ChatReply(
             self._model.name,
             has_logprobs=bool(body.logprobs),
@@ -126,7 +128,7 @@ class Planner:
             is_parallel=body.parallel_tool_calls is not False,
         )
         asks = self._asks(body, tokens, num_new, grammars, top_logprobs)
-        return self._plan(body, asks, num, num, reply)
+        return self._plan(body, asks, len(grammars), len(grammars), reply)
 
     def _plan(
         self, body: Sampled, asks: Sequence[Ask], num_each: int, num_kept: int, reply: Reply

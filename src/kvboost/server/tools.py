@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # The convention of Hermes and Qwen templates, the most common one.
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+# Some models leave the tags out, Qwen2.5-Coder nearly always: the whole answer is the call then.
+BARE = ('{"name":', '```json{"name":')
 
 DESCRIPTION = """\
 You may call functions. They are described here, one JSON object in a line:
@@ -107,29 +109,38 @@ class ToolReader:
     """Streamed text -> pieces of plain text, and calls once they are complete.
 
     However the text is cut into pieces, the same calls come with the same text between them. What
-    looks like a call and is none is text. Blanks beside calls belong to them.
+    looks like a call and is none is text. Blanks beside calls belong to them. An answer that is
+    nothing but the JSON of a call is one, too.
     """
 
     def __init__(self) -> None:
         self._held = ""  # not yet given out: it may be a call, or its beginning
-        self._has_call = False  # whether a call was the last that was given out
+        self._may_be_bare = True  # whether the answer as a whole may be a call
+        self._checked = 0  # closing tags of the held text before it stand in a string
+        self._was_call = False  # whether a call was the last that was given out
 
     def feed(self, text: str) -> list[str | ToolCall]:
         """What has become certain by some more text."""
         self._held += text
+        self._may_be_bare = self._may_be_bare and _is_bare(self._held)
         found: list[str | ToolCall] = []
-        while self._step(found):
+        while not self._may_be_bare and self._step(found):
             pass
         return found
 
     def finish(self) -> list[str | ToolCall]:
         """The rest. A call that lacks only its closing tag counts."""
-        rest, self._held = self._held, ""
+        if self._may_be_bare:
+            call = _call_of(self._held.strip().removeprefix("```json").removesuffix("```"))
+            if call is not None:
+                return [call]
+        self._may_be_bare = False
+        found, rest = self.feed(""), self._held
         start = rest.find(OPEN)
         call = _call_of(rest[start + len(OPEN) :]) if start >= 0 else None
         if call is not None:
-            return [call]
-        return [rest] if rest.strip() or (rest and not self._has_call) else []
+            return [*found, call]
+        return [*found, rest] if rest.strip() or (rest and not self._was_call) else found
 
     def _step(self, found: list[str | ToolCall]) -> bool:
         """Give out one text or call; False if more has to come first."""
@@ -138,20 +149,32 @@ class ToolReader:
         if text_stop > 0:
             self._give_text(text_stop, found)
             return start >= 0
-        stop = _stop_of_call(self._held, start + len(OPEN)) if start >= 0 else -1
+        body = start + len(OPEN)
+        stop = self._held.find(CLOSE, max(body, self._checked)) if start >= 0 else -1
         if stop < 0:
             return False
-        call = _call_of(self._held[start + len(OPEN) : stop - len(CLOSE)])
+        if _is_in_string(self._held[body:stop]):
+            self._checked = stop + 1
+            return True
+        call = _call_of(self._held[body:stop])
         if call is None:
-            self._give_text(stop, found)
+            self._give_text(self._held.find(CLOSE) + len(CLOSE), found)
         else:
             found.append(call)
-            self._held, self._has_call = self._held[stop:], True
+            self._cut(stop + len(CLOSE), is_call=True)
         return True
 
     def _give_text(self, stop: int, found: list[str | ToolCall]) -> None:
         found.append(self._held[:stop])
-        self._held, self._has_call = self._held[stop:], False
+        self._cut(stop, is_call=False)
+
+    def _cut(self, stop: int, *, is_call: bool) -> None:
+        self._held, self._checked, self._was_call = self._held[stop:], 0, is_call
+
+
+def _is_bare(text: str) -> bool:
+    compact = "".join(text[:200].split())
+    return any(head.startswith(compact) or compact.startswith(head) for head in BARE)
 
 
 def _start_of_call(text: str) -> int:
@@ -162,20 +185,13 @@ def _start_of_call(text: str) -> int:
     return len(text.rstrip())
 
 
-def _stop_of_call(text: str, start: int) -> int:
-    """Behind the closing tag of the call whose JSON starts there; a tag in a string is none."""
-    stop = text.find(CLOSE, start)
-    while stop >= 0:
-        try:
-            json.loads(text[start:stop])
-        except (ValueError, RecursionError) as error:
-            is_in_string = str(error).startswith("Unterminated string")
-        else:
-            is_in_string = False
-        if not is_in_string:
-            return stop + len(CLOSE)
-        stop = text.find(CLOSE, stop + 1)
-    return -1
+def _is_in_string(text: str) -> bool:
+    """Whether the JSON ends in a string that is still open: what follows belongs to it."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return str(error).startswith("Unterminated string")
+    return False
 
 
 def _call_of(text: str) -> ToolCall | None:

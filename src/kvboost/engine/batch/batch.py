@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvboost.build import Parts
@@ -23,6 +24,7 @@ from kvboost.engine.prefill import decide, fill, keep, named_chunks
 from kvboost.engine.report import count, report
 from kvboost.engine.results import Completion, Phases
 from kvboost.errors import DeadlineExceeded
+from kvboost.models.arena import Arena
 from kvboost.models.rows import Rows, SharedRows
 from kvboost.models.sampling import Choice, choose
 from kvboost.reuse.lookup import find
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHARED_STEP = 32  # rows are shared in multiples of this, so that many requests share as many
+MOST_COMPUTING = 4  # prompts that are computed at once if they do not fit in a step
 POLL_S = 0.002  # how often to look whether a request that waits can start
 FIRST_NEW_ROWS = 128  # room for an answer to start with; buffers grow when it is longer
 
@@ -71,6 +74,11 @@ class Batch:
             return 0.0
         return POLL_S if self._waiting else None  # for a tier
 
+    @cached_property
+    def _arena(self) -> Arena:
+        """Where requests that share most of their rows have the others."""
+        return Arena(self._parts.model.geometry, self._parts.model.model.device)
+
     @property
     def _is_gathering(self) -> bool:
         """Whether an idle batch still waits for company."""
@@ -106,10 +114,15 @@ class Batch:
                 self._fail(member, DeadlineExceeded(f"not done after {waited:.1f} s"))
 
     def _let_join(self) -> None:
-        """Take in requests as long as their prompts fit in the next step."""
+        """Take in requests as long as their prompts fit in the next step, and a few more.
+
+        So a short prompt does not wait for a long one.
+        """
         while len(self._running) < self._most_running:
             computing = [each for each in self._running if each.pending]
-            if sum(len(each.pending) for each in computing) >= self._room_for_prompts(computing):
+            num_pending = sum(len(each.pending) for each in computing)
+            is_full = num_pending >= self._room_for_prompts(computing)
+            if is_full and len(computing) >= MOST_COMPUTING:
                 return
             # Who is first in line and does not fit is not overtaken, or it might wait for ever.
             member = self._waiting.first(self._is_ready)
@@ -181,7 +194,9 @@ class Batch:
             decision = decision.on_shared(*member.names, shared.num_rows)
         num_own = len(request.tokens) - (shared.num_rows if shared else 0)
         num_new = min(member.sampling.max_new_tokens, FIRST_NEW_ROWS)
-        rows = Rows(parts.model.fresh_slots(num_own + num_new), shared)
+        is_small = shared is not None and num_own + num_new <= Arena.most_rows
+        take = self._arena.take if is_small else parts.model.fresh_slots
+        rows = Rows(take(num_own + num_new), shared)
         member.start(fill(decision, request.tokens, parts, terms, rows))
         self._running.append(member)
         if member.names is not None:
@@ -197,7 +212,7 @@ class Batch:
         most = min(num_alike, owner.num_ready, len(member.request.tokens) - 1)
         if most < LEAST_SHARED:
             return None
-        return owner.rows.share(most // SHARED_STEP * SHARED_STEP)
+        return owner.rows.share(most // SHARED_STEP * SHARED_STEP, self._arena)
 
     def _next_segments(self) -> dict[Segment, Member]:
         """One token of each answer, then pieces of prompts: the oldest first, then short ones."""

@@ -1,0 +1,146 @@
+"""Random request bodies: good ones that something was done to."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+CHAT, COMPLETIONS, WARM = "/v1/chat/completions", "/v1/completions", "/v1/warm"
+PATHS = (CHAT, CHAT, COMPLETIONS, COMPLETIONS, WARM)
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+COMMON: dict[str, Any] = {
+    "max_tokens": 2,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "seed": 7,
+    "n": 1,
+    "stop": ["\n", "end"],
+    "stream": False,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "logit_bias": {"5": 1.0},
+    "user": "somebody",
+}
+VALID: dict[str, dict[str, Any]] = {
+    CHAT: COMMON
+    | {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+        ],
+        "logprobs": True,
+        "top_logprobs": 2,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+        "tools": [TOOL],
+        "tool_choice": "none",
+        "stream_options": {"include_usage": True},
+    },
+    COMPLETIONS: COMMON | {"prompt": "Once upon a time", "logprobs": 2, "echo": False},
+    WARM: {"text": "Some text to read.", "pin": False},
+}
+NEEDED = {"model", "messages", "prompt", "max_tokens"}
+
+Body = dict[str, Any]
+
+
+def random_request(chance: random.Random, model: str) -> tuple[str, bytes]:
+    """A path and what to send there."""
+    path = chance.choice(PATHS)
+    body: Body = copy.deepcopy(VALID[path]) | {"model": model}
+    for name in list(body):  # few parameters at a time: the first wrong one hides the others
+        if name not in NEEDED and chance.random() < 0.7:
+            del body[name]
+    for _ in range(chance.choice([0, 1, 1, 1, 2, 4])):
+        chance.choice(CHANGES)(body, chance)
+    content = json.dumps(body, ensure_ascii=chance.random() < 0.5)
+    raw = content.encode("utf-8", "surrogatepass")
+    return path, _damaged(raw, chance) if chance.random() < 0.15 else raw
+
+
+def _replace(body: Body, chance: random.Random) -> None:
+    place, key = _somewhere(body, chance)
+    place[key] = random_value(chance)
+
+
+def _remove(body: Body, chance: random.Random) -> None:
+    place, key = _somewhere(body, chance)
+    del place[key]
+
+
+def _add(body: Body, chance: random.Random) -> None:
+    body[
+        chance.choice([*VALID[CHAT], *VALID[COMPLETIONS], "", "__proto__", "best_of", "suffix"])
+    ] = random_value(chance)
+
+
+def _nest(body: Body, chance: random.Random) -> None:
+    place, key = _somewhere(body, chance)
+    value = place[key]
+    for _ in range(chance.choice([1, 5, 100])):
+        value = [value] if chance.random() < 0.5 else {"a": value}
+    place[key] = value
+
+
+def _repeat(body: Body, chance: random.Random) -> None:
+    place, key = _somewhere(body, chance)
+    value, times = place[key], chance.choice([2, 20, 500])
+    if isinstance(value, str | list):
+        place[key] = value * times
+
+
+CHANGES: tuple[Callable[[Body, random.Random], None], ...] = (
+    _replace,
+    _replace,
+    _replace,
+    _remove,
+    _add,
+    _nest,
+    _repeat,
+)
+
+
+def random_value(chance: random.Random, depth: int = 0) -> Any:
+    """Any JSON value, with a liking for the edges of ranges."""
+    plain: list[Any] = [None, True, False, 0, 1, -1, 2**31, 2**63, -(2**64), 10**400]
+    plain += [0.5, -0.5, 1e308, -1e-308, float("nan"), float("inf"), 1.0000001]
+    plain += ["", " ", "\x00", "\ud800", "a" * chance.choice([1, 100, 5000]), "\U0001f600", "-1"]
+    plain += ["json_object", "auto", "required", "user", "tool", "assistant", "none"]
+    if depth < 3 and chance.random() < 0.25:
+        items = [random_value(chance, depth + 1) for _ in range(chance.randrange(4))]
+        names = [chance.choice(["type", "role", "content", "text", "", "5", "name"]) for _ in items]
+        return items if chance.random() < 0.5 else dict(zip(names, items, strict=True))
+    return chance.choice(plain)
+
+
+def _somewhere(body: Body, chance: random.Random) -> tuple[Any, Any]:
+    """A container in the body and a key of it."""
+    places: list[tuple[Any, Any]] = []
+
+    def collect(value: Any) -> None:
+        keys = list(value) if isinstance(value, dict) else range(len(value))
+        for key in keys:
+            places.append((value, key))
+            if isinstance(value[key], dict | list):
+                collect(value[key])
+
+    collect(body)
+    return chance.choice(places) if places else (body.setdefault("x", {"y": 0}), "y")
+
+
+def _damaged(raw: bytes, chance: random.Random) -> bytes:
+    """No longer JSON, most of the time."""
+    kind = chance.randrange(4)
+    at = chance.randrange(len(raw))
+    if kind == 0:
+        return raw[:at]
+    if kind == 1:
+        return raw[:at] + bytes([chance.randrange(256)]) + raw[at + 1 :]
+    if kind == 2:
+        return raw + raw[:at]
+    return chance.randbytes(chance.randrange(200))
