@@ -118,23 +118,44 @@ def held_together(engine: KVBoost, prompts: list[list[int]], num_new: int) -> li
 def test_a_common_beginning_is_computed_once_and_held_once() -> None:
     common = words(512, seed=21)
     prompts = [common + words(20, seed=number) for number in range(6)]
-    with engine_of(max_batch_size=6) as engine:
-        begun = [threading.Event() for _ in prompts]
+    with engine_of(max_batch_size=6) as engine, gate_of(engine) as gate:
+        begun: set[int] = set()
+
+        def hear(number: int) -> None:
+            begun.add(number)
+            if len(begun) == 6:
+                gate.hold()  # nobody has ended yet
+
         tickets = [
-            engine.submit(prompt, ENDLESS, listener=lambda _, event=event: event.set())
-            for prompt, event in zip(prompts, begun, strict=True)
+            engine.submit(prompt, greedy(40), listener=lambda _, number=number: hear(number))
+            for number, prompt in enumerate(prompts)
         ]
-        assert all(event.wait(WAIT_S) for event in begun)
+        wait_until(lambda: len(begun) == 6 and gate.is_reached.is_set())
         stats = engine.batch_stats()
-        bytes_per_token = engine._parts.model.geometry.bytes_per_token
-        for ticket in tickets:
-            ticket.cancel()
-        come_to_rest(engine)
         assert engine.cache_stats()["hot_chunks"] == 0  # nothing came from the store
-    own_rows = 20 + max(128, 2 * stats["num_steps"])  # buffers start with room for an answer
-    assert stats["num_running"] == 6
-    assert stats["kv_bytes"] <= 1.05 * bytes_per_token * (512 + 6 * own_rows)
-    assert stats["kv_bytes"] < 0.6 * bytes_per_token * 6 * (512 + own_rows)
+        gate.open()
+        assert answers(tickets) == [alone(prompt, 40) for prompt in prompts]
+        needed = (512 + 6 * 60) * engine._parts.model.geometry.bytes_per_token
+        assert stats["num_running"] == 6 and needed < stats["kv_bytes"] < 1.3 * needed
+
+
+def test_rows_that_are_ready_later_are_shared_too(engine: KVBoost) -> None:
+    common = words(2048, seed=27)
+    prompts = [common + words(9, seed=number) for number in range(3)]
+    begun = threading.Event()
+    with gate_of(engine) as gate:
+        gate.hold()
+        first = engine.submit([*common, 7], ENDLESS, listener=lambda _: begun.set())
+        assert gate.is_reached.wait(WAIT_S)
+        # Begins alike, with more of its own: does not wait for the rest of the first one.
+        other = engine.submit(common[:1300] + words(2000, seed=3), ENDLESS)
+        gate.open()
+        assert begun.wait(WAIT_S)
+        tickets = [engine.submit(prompt, greedy(5)) for prompt in prompts]
+        assert answers(tickets) == [alone(prompt, 5) for prompt in prompts]
+    assert [ticket.result().cached_tokens for ticket in tickets] == [2048] * 3
+    for ticket in (first, other):
+        ticket.cancel()
 
 
 def test_who_shares_says_so_and_answers_the_same(engine: KVBoost) -> None:

@@ -42,8 +42,8 @@ class Loaded(Chooser):
         self._rank = rank
 
     def noise(self, count: int) -> torch.Tensor:
-        noise = torch.full((count,), 1e12)
-        noise[self._rank % count] = 1e-12
+        noise = torch.full((count,), 1e18)
+        noise[self._rank % count] = 1e-18
         return noise
 
 

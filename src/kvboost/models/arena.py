@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from kvboost.core import KVGeometry
+from kvboost.core import KVGeometry, Span
 from kvboost.models.slots import SlotCache
 
 FIRST_ROWS, ROW_STEP = 64, 64
@@ -39,6 +39,8 @@ class Arena:
             self._resize(max(count, 2 * place), max(num_rows, self.num_rows))
         taken = self._slots.sequence(place)
         taken.arena, taken.place = self, place
+        for plane in taken.read(Span(0, self.num_rows)):
+            plane.zero_()  # if the last one here had no numbers but NaN, masks would not hide it
         self._users[place] = taken
         return taken
 

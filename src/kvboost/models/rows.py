@@ -48,6 +48,9 @@ class Rows:
 
     def __init__(self, own: SlotCache, shared: SharedRows | None = None) -> None:
         self.own, self.shared = own, shared
+        self._whole = (
+            own if shared is None else None
+        )  # in whose buffer all rows lie, shared ones too
 
     @property
     def num_shared(self) -> int:
@@ -68,16 +71,26 @@ class Rows:
     def exact_stop(self, stop: int) -> None:
         self.own.exact_stop = stop - self.num_shared
 
-    def share(self, num_rows: int, arena: Arena) -> SharedRows:
-        """Let others read the first rows; at most `num_rows`, less if fewer are shared already.
+    @property
+    def num_shareable(self) -> int:
+        """The most that `share` can give: what is in one buffer with the first row."""
+        whole = self._whole
+        is_there = whole is not None and self.own.capacity == whole.capacity - self.num_shared
+        return self.length if is_there else self.num_shared
 
-        If few rows are left as its own, they go to the arena.
+    def share(self, num_rows: int, arena: Arena) -> SharedRows:
+        """Let others read the first rows; at most `num_rows`, less if not so many can be shared.
+
+        If little room is left for rows of its own, they go to the arena.
         """
-        if self.shared is not None:
-            return self.shared.head(min(num_rows, self.num_shared))
-        self.shared = SharedRows(self.own, num_rows)
-        self.own = self.own.tail(num_rows)
-        if self.own.length < arena.most_rows:
+        num_rows, num_before = min(num_rows, self.num_shareable), self.num_shared
+        if self.shared is not None and num_rows <= num_before:
+            return self.shared.head(num_rows)
+        assert self._whole is not None
+        self.shared = SharedRows(self._whole, num_rows)
+        self.own = self.own.tail(num_rows - num_before)
+        if self.own.capacity <= arena.most_rows:
+            self._whole = None
             rest = arena.take(self.own.length + 1)
             rest.exact_stop = self.own.exact_stop
             if self.own.length:
