@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kvboost.core import KVGeometry
+from kvboost.core import KVGeometry, Span
 from kvboost.models.slots import KeyValue, SlotCache
 
 FIRST_ROWS, ROW_STEP = 64, 64
@@ -55,6 +55,8 @@ class SlotArena(Arena):
             self._resize(max(count, 2 * place), max(num_rows, self.num_rows))
         taken = self._slots.sequence(place)
         taken.arena, taken.place = self, place
+        for plane in taken.read(Span(0, self.num_rows)):
+            plane.zero_()  # if the last one here had no numbers but NaN, masks would not hide it
         self._users[place] = taken
         return taken
 

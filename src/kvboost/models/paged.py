@@ -155,6 +155,8 @@ class BlockPool(Pool, Arena):
 class PagedCache(RowCache):
     """Rows of one sequence in blocks of a pool; the first may begin in the middle of a block."""
 
+    lies_behind = False
+
     def __init__(self, pool: BlockPool, blocks: list[int], offset: int = 0) -> None:
         super().__init__(pool.geometry, pool.device)
         self._pool, self._blocks, self._offset = pool, blocks, offset

@@ -71,8 +71,8 @@ class SlotPool(Pool):
         return SlotCache(self.geometry, num_rows, self._device)
 
     def behind_shared(self, rest: RowCache) -> RowCache:
-        """Few rows go to the arena."""
-        if rest.length >= SlotArena.most_rows:
+        """If little room is left, the rows go to the arena."""
+        if rest.capacity > SlotArena.most_rows:
             return rest
         own = self._arena.take(rest.length + 1)
         own.exact_stop = rest.exact_stop

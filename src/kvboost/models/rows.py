@@ -55,6 +55,7 @@ class Rows:
 
     def __init__(self, own: RowCache, shared: SharedRows | None = None) -> None:
         self.own, self.shared = own, shared
+        self._whole = own if shared is None else None  # in whose buffer all rows lie
         if shared is not None:
             shared.hold()
 
@@ -77,16 +78,30 @@ class Rows:
     def exact_stop(self, stop: int) -> None:
         self.own.exact_stop = stop - self.num_shared
 
+    @property
+    def num_shareable(self) -> int:
+        """The most that `share` can give: what is in one buffer with the first row."""
+        whole = self._whole
+        is_there = whole is not None and self.own.capacity == whole.capacity - self.num_shared
+        return self.length if is_there else self.num_shared
+
     def share(self, num_rows: int, pool: Pool) -> SharedRows:
-        """Let others read the first rows; at most `num_rows`, less if fewer are shared already.
+        """Let others read the first rows; at most `num_rows`, less if not so many can be shared.
 
         The pool says where its other rows go.
         """
-        if self.shared is not None:
-            return self.shared.head(min(num_rows, self.num_shared))
-        self.shared = SharedRows(self.own, num_rows)
+        num_rows, num_before = min(num_rows, self.num_shareable), self.num_shared
+        if self.shared is not None and num_rows <= num_before:
+            return self.shared.head(num_rows)
+        assert self._whole is not None
+        before, self.shared = self.shared, SharedRows(self._whole, num_rows)
         self.shared.hold()
-        self.own = pool.behind_shared(self.own.tail(num_rows))
+        if before is not None:
+            before.release()
+        rest = self.own.tail(num_rows - num_before)
+        self.own = pool.behind_shared(rest)
+        if self.own is not rest or not rest.lies_behind:
+            self._whole = None
         return self.shared
 
     def read(self, span: Span) -> KV:

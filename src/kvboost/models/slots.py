@@ -107,6 +107,8 @@ class RowCache(Cache, ABC):
     mask) at positions of its own.
     """
 
+    lies_behind = True  # whether a `tail` stays where it is, behind the rows before it
+
     def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
         self._geometry, self.device = geometry, device
         self.dtype = getattr(torch, geometry.dtype)
