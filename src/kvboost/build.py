@@ -99,7 +99,7 @@ def build_store(options: Options, geometry: KVGeometry, metrics: Metrics) -> Chu
 def build_pool(options: Options, model: HFModel) -> Pool:
     """The working memory of the batch.
 
-    "auto" is slots on every device: on CPU they are not slower, on others nothing was measured.
+    "auto" is slots on every device (docs/adr/0023-paged-pool.md).
     """
     geometry, device, size = model.geometry, model.model.device, options.block_size
     num_blocks = options.num_blocks

@@ -298,6 +298,18 @@ def test_rows_after_shared_ones_may_need_a_block_more_than_their_number_says() -
     assert not pool.fits(members, 1)
 
 
+def test_a_partly_shared_block_is_copied_when_rows_in_it_are_computed_again() -> None:
+    pool = pool_of(8, 4)
+    owner = Rows(pool.cache(12))
+    owner.write(Span(0, 11), numbers(11, 1))
+    owner.share(6, pool)
+    compute(owner.own, numbers(1, 2))
+    assert pool.stats()["copied_blocks"] == 0
+    owner.own.scatter([0])
+    compute(owner.own, numbers(1, 3))
+    assert pool.stats()["copied_blocks"] == 1
+
+
 def test_no_block_is_copied_where_sharing_ends_at_its_border() -> None:
     pool = pool_of(8, 4)
     owner = Rows(pool.cache(12))
