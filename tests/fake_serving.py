@@ -45,6 +45,9 @@ class CharTokenizer:
     def decode(self, tokens: Sequence[int], **_: Any) -> str:
         return "".join(map(chr, tokens))
 
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(number): number for number in range(256)}
+
     def apply_chat_template(self, messages: Any, *, tokenize: bool, **_: Any) -> Any:
         if messages[0]["content"] == "refuse":
             raise ValueError("roles must alternate")

@@ -91,6 +91,7 @@ class Planner:
         self._options = options
         self._model = model
         self._grammars = grammars
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)  # characters
 
     def completion(self, body: CompletionBody) -> Plan:
         """The plan of /v1/completions."""
@@ -103,6 +104,8 @@ class Planner:
         asks: list[Ask] = []
         echoes: list[str] = []
         for prompt in body.prompts:
+            if isinstance(prompt, str):
+                self._check_size(prompt)
             tokens = tokens_of(prompt, self._tokenizer, body.documents or ())
             wanted = body.max_tokens or min(COMPLETION_TOKENS, self._options.max_new_tokens)
             num_new = self._room(tokens, wanted, "max_tokens")
@@ -136,6 +139,7 @@ class Planner:
     def stored(self, body: CacheBody) -> list[int]:
         """The tokens whose K/V is meant."""
         if body.text is not None:
+            self._check_size(body.text)
             tokens = tokens_of(body.text, self._tokenizer)
         else:
             tokens = self._rendered(_plain(body.messages))
@@ -144,6 +148,8 @@ class Planner:
 
     def warmed(self, body: WarmBody) -> str | list[str] | list[int]:
         """What is to be read for later; none of it is longer than a prompt may be."""
+        for text in [body.text or "", body.preface or "", *(body.texts or ())]:
+            self._check_size(text)
         content = body.text or body.texts or self._rendered(_plain(body.messages))
         before = tokens_of(body.preface, self._tokenizer) if body.preface else []
         for tokens in texts_to_warm(content, self._tokenizer, anywhere=bool(body.anywhere)):
@@ -210,6 +216,7 @@ class Planner:
     def _rendered(
         self, messages: list[dict[str, Any]], documents: Sequence[str] = (), **arguments: Any
     ) -> list[int]:
+        self._check_size(*(message["content"] for message in messages))
         try:
             return chat_tokens(messages, self._tokenizer, documents, **arguments)
         except ConfigError:
@@ -236,6 +243,14 @@ class Planner:
         if wanted or self._model.context_tokens is None:
             return wanted or most
         return min(most, self._model.context_tokens - len(tokens))
+
+    def _check_size(self, *texts: str) -> None:
+        """Refuse what cannot fit however it is split: splitting megabytes takes seconds."""
+        num_chars = sum(map(len, texts))
+        context = self._model.context_tokens
+        if context is not None and num_chars > context * self._longest_token:
+            reason = f"the prompt has {num_chars} characters, the model's context {context} tokens"
+            raise _too_long(reason)
 
     def _check_fits(self, tokens: Sequence[int], wanted: int | None = None) -> None:
         num_prompt = len(tokens)
