@@ -1,15 +1,19 @@
-"""Draw the pictures of the docs that show the terminal: `kvboost top` with made-up figures."""
+"""Draw the pictures of the docs that show the terminal; the figures in them are made up."""
 
 from __future__ import annotations
 
+import argparse
 import io
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from kvboost.cli.screen import draw
+from kvboost.server.options import add_flags
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 NOON = time.mktime((2025, 1, 15, 12, 0, 0, 0, 0, -1))  # of wherever this runs
@@ -70,13 +74,46 @@ STATS: dict[str, Any] = {
 }
 
 
+STARTING = """\
+$ kvboost serve --model HuggingFaceTB/SmolLM2-135M-Instruct --warm handbook.txt
+loading HuggingFaceTB/SmolLM2-135M-Instruct ...
+loading HuggingFaceTB/SmolLM2-135M-Instruct: 4.3 s
+certifying ...
+certifying: 4.3 s
+warming 1 texts ...
+warming 1 texts: 1.9 s
+serving SmolLM2-135M-Instruct at http://127.0.0.1:8000
+"""
+
+
 def top_svg() -> str:
     """`kvboost top` as a picture."""
-    console = Console(record=True, width=80, file=io.StringIO(), force_terminal=True)
-    console.print(draw(STATS, "http://127.0.0.1:8000"))
-    return console.export_svg(title="kvboost top", unique_id="kvboost-top")
+    return _drawn(draw(STATS, "http://127.0.0.1:8000"), "top")
 
+
+def help_svg() -> str:
+    """`kvboost serve --help` as a picture."""
+    parser = argparse.ArgumentParser(prog="kvboost serve")
+    parser.formatter_class = partial(argparse.HelpFormatter, width=96)
+    add_flags(parser)
+    return _drawn(Text(parser.format_help()), "serve --help", width=100)
+
+
+def start_svg() -> str:
+    """The start of a server as a picture."""
+    return _drawn(Text(STARTING), "serve")
+
+
+def _drawn(what: Any, command: str, width: int = 80) -> str:
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
+    console.print(what)
+    name = command.replace(" ", "").replace("--", "-")
+    return console.export_svg(title=f"kvboost {command}", unique_id=f"kvboost-{name}")
+
+
+DRAWN = {"top.svg": top_svg, "serve-help.svg": help_svg, "serve-start.svg": start_svg}
 
 if __name__ == "__main__":
     PICTURES.mkdir(exist_ok=True)
-    (PICTURES / "top.svg").write_text(top_svg())
+    for name, draw_it in DRAWN.items():
+        (PICTURES / name).write_text(draw_it())

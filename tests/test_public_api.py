@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_exported_names_are_pinned_and_resolve() -> None:
     assert kvboost.__all__ == [
+        "CPUPagedEngine",
         "CacheError",
         "ConfigError",
         "CorrectnessReport",

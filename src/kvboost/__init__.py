@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvboost.engine.engine import KVBoost
+    from kvboost.engine.paged import CPUPagedEngine
     from kvboost.engine.results import (
         CorrectnessReport,
         GenerationMode,
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 # Resolved on first use, so that `import kvboost` does not load torch.
 _HOMES = {
     "KVBoost": "kvboost.engine.engine",
+    "CPUPagedEngine": "kvboost.engine.paged",
     "CorrectnessReport": "kvboost.engine.results",
     "GenerationMode": "kvboost.engine.results",
     "GenerationResult": "kvboost.engine.results",
@@ -38,6 +40,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CPUPagedEngine",
     "CacheError",
     "ConfigError",
     "CorrectnessReport",

@@ -13,6 +13,8 @@ from kvboost.core import KVGeometry
 from kvboost.errors import ConfigError
 from kvboost.metrics import Metrics
 from kvboost.models.hf import HFModel
+from kvboost.models.paged import BlockPool
+from kvboost.models.pool import Pool, SlotPool
 from kvboost.policy.cost import CostModel
 from kvboost.policy.guard import QualityGuard
 from kvboost.reuse.repair.base import Repair
@@ -38,6 +40,7 @@ class Parts:
     options: Options
     model: HFModel
     boundaries: Set[int]  # token ids after which a chunk may end early
+    pool: Pool  # working K/V of the batch
     store: ChunkStore
     repairs: Mapping[float, Repair]  # by ratio: none, the one asked for, then stronger ones
     cost: CostModel
@@ -52,11 +55,7 @@ class Parts:
     @property
     def working_tokens(self) -> int:
         """Tokens of K/V that running requests may have in all."""
-        options = self.options
-        if options.num_blocks is not None:
-            return options.num_blocks * options.block_size
-        budget_bytes = max(options.max_cache_bytes, LEAST_WORKING_BYTES)
-        return budget_bytes // max(1, self.model.geometry.bytes_per_token)
+        return self.pool.num_tokens
 
 
 def build(options: Options, model: HFModel, boundaries: Set[int]) -> Parts:
@@ -67,6 +66,7 @@ def build(options: Options, model: HFModel, boundaries: Set[int]) -> Parts:
         options=options,
         model=model,
         boundaries=boundaries,
+        pool=build_pool(options, model),
         store=build_store(options, model.geometry, metrics),
         repairs={0.0: NoRepair(), **{ratio: build_repair(options, ratio) for ratio in ratios}},
         cost=CostModel(),
@@ -94,6 +94,21 @@ def build_store(options: Options, geometry: KVGeometry, metrics: Metrics) -> Chu
         tiers.close()
         raise
     return store
+
+
+def build_pool(options: Options, model: HFModel) -> Pool:
+    """The working memory of the batch.
+
+    "auto" is slots on every device (docs/adr/0023-paged-pool.md).
+    """
+    geometry, device, size = model.geometry, model.model.device, options.block_size
+    num_blocks = options.num_blocks
+    if num_blocks is None:
+        budget_bytes = max(options.max_cache_bytes, LEAST_WORKING_BYTES)
+        num_blocks = budget_bytes // (size * max(1, geometry.bytes_per_token))
+    if options.backend == "paged":
+        return BlockPool(geometry, 0 if model.refusal else num_blocks, size, device)
+    return SlotPool(geometry, num_blocks * size, device)
 
 
 def build_repair(options: Options, ratio: float) -> Repair:

@@ -142,7 +142,8 @@ class Options:
     num_blocks: int | None = field(
         default=None,
         metadata=about(
-            "blocks of K/V for running requests; None: as many bytes as max_cache_bytes, but 1 GiB",
+            "blocks of K/V for running requests; None: as many bytes as max_cache_bytes, at "
+            "least 1 GiB",
             low=1,
         ),
     )

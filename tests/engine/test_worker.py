@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvboost.engine import worker as worker_module
 from kvboost.engine.worker import Worker
 from kvboost.errors import KVBoostError
 
@@ -99,3 +100,67 @@ def test_a_dropped_worker_ends_and_frees_what_it_worked_on() -> None:
     gc.collect()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_steady_work_has_its_steps_though_jobs_always_wait(worker: Worker) -> None:
+    log: list[str] = []
+    held = threading.Event()
+
+    def step() -> float | None:
+        log.append("step")
+        return 0.0 if len(log) < 50 else None
+
+    def job() -> None:
+        time.sleep(2 * worker_module.MOST_BUSY_S)
+        log.append("job")
+
+    worker.run_steadily(step)
+    worker.post(lambda: held.wait(10))
+    for _ in range(5):
+        worker.post(job)
+    held.set()
+    worker.call(lambda: None)
+    assert log[:3].count("step") >= 1 and log.count("step") >= 4
+
+
+def test_quick_jobs_go_before_a_step_so_that_it_can_take_them_all(worker: Worker) -> None:
+    log: list[str] = []
+    begun, held = threading.Event(), threading.Event()
+
+    def step() -> float | None:
+        if not begun.is_set():
+            begun.set()
+            held.wait(10)
+            return 0.0
+        log.append("step")
+        return None
+
+    worker.run_steadily(step)
+    worker.post(lambda: None)
+    assert begun.wait(10)
+    for _ in range(5):
+        worker.post(lambda: log.append("job"))
+    held.set()
+    worker.call(lambda: None)
+    assert log[:5] == ["job"] * 5
+
+
+def test_idle_work_goes_on_though_it_is_never_quiet(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "OVERDUE_S", 0.01)
+    log: list[str] = []
+    worker.run_steadily(lambda: 0.0 if len(log) < 3 else None)
+    worker.add_idle(steps(log, "audit", 3))
+    worker.post(lambda: None)
+    for _ in range(500):
+        if len(log) == 3:
+            break
+        time.sleep(0.01)
+    assert log == ["audit0", "audit1", "audit2"]
+
+
+def test_the_thread_cannot_close_itself(worker: Worker) -> None:
+    with pytest.raises(KVBoostError, match="inside a request"):
+        worker.call(worker.close)
+    assert worker.call(lambda: 7) == 7

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvboost.models.arena import Arena
 from kvboost.models.hf import HFModel
 from kvboost.models.packed import Segment
+from kvboost.models.paged import BlockPool
+from kvboost.models.pool import Pool, SlotPool
 from kvboost.models.rows import Rows
 from tiny_models import SUPPORTED, VOCABULARY, build
 
@@ -38,12 +39,26 @@ def native_logits(name: str, tokens: list[int]) -> torch.Tensor:
     return logits
 
 
+def pool_of(model: HFModel, memory: str) -> Pool:
+    geometry, device = model.geometry, model.model.device
+    if memory == "slots":
+        return SlotPool(geometry, 9999, device)
+    pool = BlockPool(geometry, 800, 7, device)
+    if memory == "pieces":  # no two free blocks follow one another
+        pool.hold(range(0, 800, 2))
+    return pool
+
+
+MEMORY = pytest.mark.parametrize("memory", ["slots", "blocks", "pieces"])
+
+
 class Packed:
     """Sequences of one model; each step checks the logits of all that took part."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, memory: str) -> None:
         self.name = name
         self.model = HFModel(build(*SUPPORTED[name]))
+        self.pool = pool_of(self.model, memory)
         self.native: dict[int, torch.Tensor] = {}
 
     def step(self, *parts: tuple[list[int], Rows, range | list[int]]) -> None:
@@ -68,22 +83,24 @@ def test_models_that_cannot_be_packed_are_found_out() -> None:
     assert {name for name, packs in packing.items() if not packs} == ONE_BY_ONE
 
 
+@MEMORY
 @pytest.mark.parametrize("name", sorted(ONE_BY_ONE))
-def test_where_rows_cannot_be_packed_a_step_takes_one_forward_each(name: str) -> None:
-    packed = Packed(name)
-    first, apart = (Rows(packed.model.fresh_slots(8)) for _ in range(2))
+def test_where_rows_cannot_be_packed_a_step_takes_one_forward_each(name: str, memory: str) -> None:
+    packed = Packed(name, memory)
+    first, apart = (Rows(packed.pool.cache(8)) for _ in range(2))
     packed.step((FIRST, first, range(50)), (APART, apart, SCATTERED))
     packed.step((FIRST, first, range(50, 51)))
 
 
+@MEMORY
 @pytest.mark.parametrize("name", sorted(set(SUPPORTED) - ONE_BY_ONE))
-def test_sequences_in_one_row_are_as_alone(name: str) -> None:
-    packed = Packed(name)
-    first, apart = (Rows(packed.model.fresh_slots(8)) for _ in range(2))
+def test_sequences_in_one_row_are_as_alone(name: str, memory: str) -> None:
+    packed = Packed(name, memory)
+    first, apart = (Rows(packed.pool.cache(8)) for _ in range(2))
     packed.step((FIRST, first, range(50)), (APART, apart, SCATTERED))
-    arena = Arena(packed.model.geometry, packed.model.model.device)
-    shared = first.share(NUM_ALIKE, arena)
-    second, third = Rows(arena.take(4), shared), Rows(packed.model.fresh_slots(4), shared)
+    shared = first.share(NUM_ALIKE, packed.pool)
+    second = Rows(packed.pool.cache(4, on_shared=True), shared)
+    third = Rows(packed.pool.cache(4), shared)
     packed.step(
         (FIRST, first, range(50, 51)),
         (SECOND, second, range(NUM_ALIKE, 60)),
@@ -97,23 +114,26 @@ def test_sequences_in_one_row_are_as_alone(name: str) -> None:
     packed.step((FIRST, first, range(90, 91)), (SECOND, second, range(74, 75)))
 
 
-def test_requests_with_few_rows_of_their_own_are_computed_together() -> None:
-    packed = Packed("llama")
+@MEMORY
+def test_requests_with_few_rows_of_their_own_are_computed_together(memory: str) -> None:
+    packed = Packed("llama", memory)
     prompts = [FIRST[:NUM_ALIKE] + sequence(seed, 300) for seed in range(10, 16)]
-    first = Rows(packed.model.fresh_slots(8))
+    first = Rows(packed.pool.cache(8))
     packed.step((prompts[0], first, range(NUM_ALIKE + 3)))
-    arena = Arena(packed.model.geometry, packed.model.model.device)
-    shared = first.share(NUM_ALIKE, arena)
-    rows = [first, *(Rows(arena.take(4), shared) for _ in prompts[1:])]
+    shared = first.share(NUM_ALIKE, packed.pool)
+    rows = [first]
+    rows += [Rows(packed.pool.cache(4, on_shared=True), shared) for _ in prompts[1:]]
     for number in range(1, 6):
         packed.step((prompts[number], rows[number], range(NUM_ALIKE, NUM_ALIKE + 2 * number)))
     for step in range(330):
         if step == 100:
-            rows[2] = Rows(arena.take(4), shared)  # a place that is free again
+            rows[2].close()
+            rows[2] = Rows(packed.pool.cache(4, on_shared=True), shared)  # another in its stead
             packed.step((prompts[2], rows[2], range(NUM_ALIKE, NUM_ALIKE + 7)))
         taking = [n for n in range(6) if step % 7 != n and rows[n].length < 339]
         packed.step(
             *((prompts[n], rows[n], range(rows[n].length, rows[n].length + 1)) for n in taking)
         )
-    stayed = [each.own.arena is not None for each in rows]
+    next_ones = [Segment(each, [5], range(each.length, each.length + 1)) for each in rows]
+    stayed = [each.is_small for each in next_ones]
     assert stayed == [False, False, True, False, False, False], "the others outgrew their places"

@@ -15,7 +15,13 @@ HINT = "the server needs `pip install 'kvboost[server]'`"
 
 def add_parser(commands: Commands) -> None:
     """Describe the commands."""
-    serve = commands.add_parser("serve", help="serve a model with OpenAI's API", allow_abbrev=False)
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model with OpenAI's API",
+        description="Serves a model with OpenAI's API. An option is taken from its flag, else from "
+        "its variable, else from the file of --config.",
+        allow_abbrev=False,
+    )
     serve.set_defaults(run=_serve)
     try:
         from kvboost.server.options import add_flags  # noqa: PLC0415

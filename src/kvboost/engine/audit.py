@@ -14,7 +14,7 @@ from kvboost.engine.prefill import Prefilled, Terms
 from kvboost.engine.request import Request
 from kvboost.engine.verify import compare
 from kvboost.models.rows import Rows
-from kvboost.models.slots import SlotCache
+from kvboost.models.slots import RowCache
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def prepare_audit(
 
 
 def prepare(
-    slots: SlotCache,
+    slots: RowCache,
     tokens: list[int],
     answer: list[int],
     parts: Parts,

@@ -46,6 +46,7 @@ from kvboost.models.load import MODEL_ONLY, SHARED, boundary_tokens, load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from typing_extensions import Self
 
     from kvboost.engine.texts import Messages, Prompt
 
@@ -99,7 +100,7 @@ class KVBoost:
         self._front = BatchFront(self._parts, tokenizer, self._worker, self._loading)
 
     @classmethod
-    def from_pretrained(cls, model: str, *, device: str | None = None, **arguments: Any) -> KVBoost:
+    def from_pretrained(cls, model: str, *, device: str | None = None, **arguments: Any) -> Self:
         """Load a model and its tokenizer by name or folder.
 
         `arguments` are our options and those of Transformers' `from_pretrained` (dtype, revision,
@@ -339,7 +340,7 @@ class KVBoost:
         self._loader.shutdown()
         self._parts.model.release()
 
-    def __enter__(self) -> KVBoost:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,21 +1,42 @@
-"""Few rows of many requests in one buffer, so that a step writes and reads them all at once."""
+"""Few rows of many requests in one memory, so that a step writes and reads them all at once."""
 
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
-from kvboost.core import KVGeometry
-from kvboost.models.slots import SlotCache
+from kvboost.core import KVGeometry, Span
+from kvboost.models.slots import KeyValue, SlotCache
 
 FIRST_ROWS, ROW_STEP = 64, 64
 
+Writer: TypeAlias = Callable[[int, KeyValue], None]
+"""Called with a layer and one fresh row for each of some caches [1, heads, caches, head_dim]."""
 
-class Arena:
-    """Places for requests' own rows; grows with their number and with the longest of them."""
+Reader: TypeAlias = Callable[[int], KeyValue]
+"""Gives K and V of a layer of some caches, each [caches, heads, rows, head_dim]."""
 
-    most_rows = 256  # of a request; with more, attention to them dominates and nothing is gained
+
+class Arena(ABC):
+    """Memory of several caches. They are given in the order of their places."""
+
+    most_rows = 256  # of a cache; with more, attention to them dominates and nothing is gained
+
+    @abstractmethod
+    def writer(self, caches: Sequence[Any]) -> Writer:
+        """What puts one fresh row behind those that each cache has, where room was made."""
+
+    @abstractmethod
+    def reader(self, caches: Sequence[Any], num_rows: int) -> Reader:
+        """What gives the first rows of each cache; any numbers where it has fewer."""
+
+
+class SlotArena(Arena):
+    """Places in one buffer; it grows with their number and with the longest of them."""
 
     def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
         self._slots = SlotCache(geometry, FIRST_ROWS, device)
@@ -26,11 +47,6 @@ class Arena:
         """Rows of each place."""
         return self._slots.capacity
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer, of all places."""
-        layer = self._slots.layers[index]
-        return layer.keys, layer.values
-
     def take(self, num_rows: int) -> SlotCache:
         """An empty cache in a place of its own, which is free again when the cache is gone."""
         count = self._slots.batch_size
@@ -39,6 +55,8 @@ class Arena:
             self._resize(max(count, 2 * place), max(num_rows, self.num_rows))
         taken = self._slots.sequence(place)
         taken.arena, taken.place = self, place
+        for plane in taken.read(Span(0, self.num_rows)):
+            plane.zero_()  # if the last one here had no numbers but NaN, masks would not hide it
         self._users[place] = taken
         return taken
 
@@ -51,6 +69,37 @@ class Arena:
         """Let every place have at least that many rows."""
         if num_rows > self.num_rows:
             self._resize(self._slots.batch_size, num_rows)
+
+    def writer(self, caches: Sequence[SlotCache]) -> Writer:
+        """What puts one fresh row behind those that each cache has."""
+        device = self._slots.device
+        places = torch.tensor([cache.place for cache in caches], device=device)
+        lengths = torch.tensor([cache.length for cache in caches], device=device)
+
+        def write(layer: int, fresh: KeyValue) -> None:
+            for stored, rows in zip(self._layer(layer), fresh, strict=True):
+                stored[places, :, lengths] = rows[0].transpose(0, 1)
+
+        return write
+
+    def reader(self, caches: Sequence[SlotCache], num_rows: int) -> Reader:
+        """What gives the first rows of each cache: views where their places are side by side."""
+        numbers = [cache.place for cache in caches]
+        places = torch.tensor(numbers, device=self._slots.device)
+        is_run = numbers[-1] - numbers[0] + 1 == len(numbers)
+        run = slice(numbers[0], numbers[-1] + 1) if is_run else None
+
+        def read(layer: int) -> KeyValue:
+            key, value = (stored[:, :, :num_rows] for stored in self._layer(layer))
+            if run is not None:
+                return key[run], value[run]
+            return key.index_select(0, places), value.index_select(0, places)
+
+        return read
+
+    def _layer(self, index: int) -> KeyValue:
+        layer = self._slots.layers[index]
+        return layer.keys, layer.values
 
     def _resize(self, num_places: int, num_rows: int) -> None:
         num_rows = -(-num_rows // ROW_STEP) * ROW_STEP

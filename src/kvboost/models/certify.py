@@ -15,8 +15,8 @@ from transformers import DynamicCache
 
 from kvboost.core import KVGeometry, PlaneGroup, Rotation, Span
 from kvboost.errors import UnsupportedModel
-from kvboost.models.arena import Arena
 from kvboost.models.packed import Segment, keep_logits, run_packed
+from kvboost.models.pool import SlotPool
 from kvboost.models.rows import Rows
 from kvboost.models.slots import SlotCache
 from kvboost.rope import rotate
@@ -119,14 +119,12 @@ def packs(model: PreTrainedModel, geometry: KVGeometry, native: torch.Tensor) ->
     Not so for models that change K/V between cache and attention.
     """
     tokens = probe_tokens(model).tolist()
-    first, second = (Rows(SlotCache(geometry, len(tokens), model.device)) for _ in range(2))
+    pool = SlotPool(geometry, 2 * len(tokens), model.device)
+    first, second = (Rows(pool.cache(len(tokens))) for _ in range(2))
     try:
         for step in range(3):
             if step == 2:
-                second = Rows(
-                    SlotCache(geometry, len(tokens), model.device),
-                    first.share(32, Arena(geometry, model.device)),
-                )
+                second = Rows(pool.cache(len(tokens)), first.share(32, pool))
             starts = ((0, 0), (40, 40), (64, 32))[step]
             stops = ((40, 40), (64, 63), (65, 96))[step]
             segments = [

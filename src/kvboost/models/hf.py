@@ -16,7 +16,7 @@ from kvboost.models import attention, certify
 from kvboost.models.fingerprint import fingerprint
 from kvboost.models.packed import Segment, keep_logits, run_packed
 from kvboost.models.prepack import prepack
-from kvboost.models.slots import Behind, SlotCache
+from kvboost.models.slots import Behind, RowCache, SlotCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -127,7 +127,7 @@ class HFModel:
     @torch.no_grad()
     def forward(
         self,
-        slots: SlotCache,
+        slots: RowCache,
         tokens: Sequence[int],
         positions: Sequence[int],
         *,
@@ -269,7 +269,7 @@ def _fit_tokens_to_rows(
     """
     slots, positions = kwargs.get("past_key_values"), kwargs.get("position_ids")
     tokens = kwargs.get("input_ids")
-    if not isinstance(slots, SlotCache) or slots.scattered is not None:
+    if not isinstance(slots, RowCache) or slots.scattered is not None:
         return None
     if tokens is None or positions is None or (tokens.shape[1] == 1 and slots.behind is None):
         return None

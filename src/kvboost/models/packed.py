@@ -53,13 +53,14 @@ class Segment:
 
     @property
     def is_small(self) -> bool:
-        """Whether it is one token of a request whose own rows are in an arena."""
-        return len(self.tokens) == 1 and self.rows.own.arena is not None and self.is_appended
+        """Whether it is one token of a request with few own rows, in an arena."""
+        own = self.rows.own
+        is_few = own.arena is not None and own.length < own.arena.most_rows
+        return is_few and len(self.tokens) == 1 and self.is_appended
 
     def own(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of its own rows."""
-        views = self.rows.own.layers[layer]
-        return views.keys[:, :, : self.num_visible], views.values[:, :, : self.num_visible]
+        return self.rows.own.layer_rows(layer, self.num_visible)
 
     def whole(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of all its rows; a copy if some are shared."""
@@ -75,20 +76,16 @@ class SmallRows:
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
-        arena = segments[0].rows.own.arena
-        assert arena is not None
-        self._arena = arena
-        device = segments[0].rows.own.device
-        self._columns = torch.tensor([segment.start for segment in segments], device=device)
-        self._places = torch.tensor([segment.rows.own.place for segment in segments], device=device)
-        lengths = [segment.rows.own.length for segment in segments]
-        self._lengths = torch.tensor(lengths, device=device)
+        owns = [segment.rows.own for segment in segments]
+        assert owns[0].arena is not None
+        self._put = owns[0].arena.writer(owns)
+        starts = [segment.start for segment in segments]
+        self._columns = torch.tensor(starts, device=owns[0].device)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put each segment's new row where it belongs."""
-        for stored, fresh in zip(self._arena.layer(layer), (key, value), strict=True):
-            rows = fresh[0].index_select(1, self._columns).transpose(0, 1)
-            stored[self._places, :, self._lengths] = rows
+        columns = self._columns
+        self._put(layer, (key.index_select(2, columns), value.index_select(2, columns)))
 
     def finish(self) -> None:
         """Count the rows that were written."""
@@ -118,7 +115,7 @@ class PackedLayer(CacheLayerMixin):
         assert cache is not None
         for segment in cache.others:
             place = slice(segment.start, segment.stop)
-            segment.rows.own.layers[self._index].update(
+            segment.rows.own.layers[self._index].write(
                 key_states[:, :, place], value_states[:, :, place]
             )
         if cache.small is not None:
@@ -195,28 +192,21 @@ class SmallAttention:
     """One token of each request on its own rows in the arena, in one kernel."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        arena = segments[0].rows.own.arena
-        assert arena is not None
-        self._arena = arena
-        places = [segment.rows.own.place for segment in segments]
-        device, dtype = segments[0].rows.own.device, segments[0].rows.own.dtype
-        is_run = places[-1] - places[0] + 1 == len(places)
-        self._run = slice(places[0], places[-1] + 1) if is_run else None
-        self._places = torch.tensor(places, device=device)
-        lengths = torch.tensor([segment.num_visible for segment in segments], device=device)
-        is_hidden = torch.arange(int(lengths.max()), device=device) >= lengths[:, None]
+        owns = [segment.rows.own for segment in segments]
+        assert owns[0].arena is not None
+        lengths = [segment.num_visible for segment in segments]
+        self._read = owns[0].arena.reader(owns, max(lengths))
+        device, dtype = owns[0].device, owns[0].dtype
+        ends = torch.tensor(lengths, device=device)[:, None]
+        is_hidden = torch.arange(max(lengths), device=device) >= ends
         mask = torch.zeros(is_hidden.shape, dtype=dtype, device=device)
         self._mask = mask.masked_fill_(is_hidden, torch.finfo(dtype).min)[:, None, None]
 
     def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> cascade.Part:
         """Attention of a token each [1, heads, tokens, head_dim]."""
-        key, value = (self._rows(each) for each in self._arena.layer(layer))
+        key, value = self._read(layer)
         output, total = cascade.attend(query.transpose(0, 2), key, value, scale, mask=self._mask)
         return output.transpose(0, 2), total.transpose(0, 2)
-
-    def _rows(self, stored: torch.Tensor) -> torch.Tensor:
-        rows = stored[:, :, : self._mask.shape[-1]]
-        return rows[self._run] if self._run is not None else rows.index_select(0, self._places)
 
 
 class PackedMask:

@@ -11,7 +11,7 @@ import torch
 
 from kvboost.core import MatchKind, ReusePlan, Span
 from kvboost.models import attention
-from kvboost.models.slots import SlotCache
+from kvboost.models.slots import KeyValue, RowCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +39,7 @@ class Probe:
     def __init__(
         self,
         model: HFModel,
-        slots: SlotCache,
+        slots: RowCache,
         tokens: Sequence[int],
         plan: ReusePlan,
         sensitivities: npt.NDArray[np.float32],
@@ -59,7 +59,7 @@ class Probe:
         positions = sorted({*range(start, stop, every), *self._live()})
         scores = np.zeros(stop, np.float32)
 
-        def look(layer: int, fresh: Sequence[torch.Tensor], stored: Sequence[torch.Tensor]) -> None:
+        def look(layer: int, fresh: KeyValue, stored: KeyValue) -> None:
             if layer < DEVIATION_LAYER:
                 return
             total = torch.zeros(len(positions))
@@ -112,7 +112,7 @@ class Probe:
 
 
 @contextmanager
-def _early_end(slots: SlotCache) -> Iterator[None]:
+def _early_end(slots: RowCache) -> Iterator[None]:
     length = slots.length
     try:
         yield
@@ -134,7 +134,7 @@ def _attention_received(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def context_sensitivity(
-    model: HFModel, slots: SlotCache, tokens: Sequence[int], start: int
+    model: HFModel, slots: RowCache, tokens: Sequence[int], start: int
 ) -> bytes:
     """A byte for each token: how much its K/V changes when what stands before `start` changes.
 

@@ -8,33 +8,40 @@ from weakref import WeakValueDictionary
 import torch
 
 from kvboost.core import Span
-from kvboost.models.slots import SlotCache
+from kvboost.models.slots import KeyValue, RowCache
 
 if TYPE_CHECKING:
     from kvboost.codecs.base import KV
-    from kvboost.models.arena import Arena
+    from kvboost.models.pool import Pool
 
 
 class SharedRows:
     """The first rows of a prompt, read by all requests that begin with it; never written."""
 
-    def __init__(self, slots: SlotCache, num_rows: int) -> None:
+    def __init__(self, slots: RowCache, num_rows: int) -> None:
         self.num_rows = num_rows
         self._slots = slots.head(num_rows)
         self._heads: WeakValueDictionary[int, SharedRows] = WeakValueDictionary()
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(self, index: int) -> KeyValue:
         """K and V of a layer."""
-        layer = self._slots.layers[index]
-        return layer.keys, layer.values
+        return self._slots.layer_rows(index, self.num_rows)
 
     def read(self, span: Span) -> KV:
-        """The rows of `span`, as views."""
+        """The rows of `span`, not to be written."""
         return self._slots.read(span)
 
     def buffers(self) -> dict[int, tuple[int, int]]:
         """Bytes and rows of the buffer that they lie in, by its place in memory."""
         return self._slots.buffers()
+
+    def hold(self) -> None:
+        """Count one more request that reads them."""
+        self._slots.hold()
+
+    def release(self) -> None:
+        """Count one less."""
+        self._slots.release()
 
     def head(self, num_rows: int) -> SharedRows:
         """The first of these rows; the same object for all who ask for as many."""
@@ -46,8 +53,11 @@ class SharedRows:
 class Rows:
     """Positions from 0 on: `shared` first, then `own`. Only own rows are written."""
 
-    def __init__(self, own: SlotCache, shared: SharedRows | None = None) -> None:
+    def __init__(self, own: RowCache, shared: SharedRows | None = None) -> None:
         self.own, self.shared = own, shared
+        self._whole = own if shared is None else None  # in whose buffer all rows lie
+        if shared is not None:
+            shared.hold()
 
     @property
     def num_shared(self) -> int:
@@ -68,26 +78,34 @@ class Rows:
     def exact_stop(self, stop: int) -> None:
         self.own.exact_stop = stop - self.num_shared
 
-    def share(self, num_rows: int, arena: Arena) -> SharedRows:
-        """Let others read the first rows; at most `num_rows`, less if fewer are shared already.
+    @property
+    def num_shareable(self) -> int:
+        """The most that `share` can give: what is in one buffer with the first row."""
+        whole = self._whole
+        is_there = whole is not None and self.own.capacity == whole.capacity - self.num_shared
+        return self.length if is_there else self.num_shared
 
-        If few rows are left as its own, they go to the arena.
+    def share(self, num_rows: int, pool: Pool) -> SharedRows:
+        """Let others read the first rows; at most `num_rows`, less if not so many can be shared.
+
+        The pool says where its other rows go.
         """
-        if self.shared is not None:
-            return self.shared.head(min(num_rows, self.num_shared))
-        self.shared = SharedRows(self.own, num_rows)
-        self.own = self.own.tail(num_rows)
-        if self.own.length < arena.most_rows:
-            rest = arena.take(self.own.length + 1)
-            rest.exact_stop = self.own.exact_stop
-            if self.own.length:
-                own = Span(0, self.own.length)
-                rest.write(own, self.own.read(own))
-            self.own = rest
+        num_rows, num_before = min(num_rows, self.num_shareable), self.num_shared
+        if self.shared is not None and num_rows <= num_before:
+            return self.shared.head(num_rows)
+        assert self._whole is not None
+        before, self.shared = self.shared, SharedRows(self._whole, num_rows)
+        self.shared.hold()
+        if before is not None:
+            before.release()
+        rest = self.own.tail(num_rows - num_before)
+        self.own = pool.behind_shared(rest)
+        if self.own is not rest or not rest.lies_behind:
+            self._whole = None
         return self.shared
 
     def read(self, span: Span) -> KV:
-        """The rows of `span`; a copy where they lie in two places."""
+        """The rows of `span`: views, or copies where they lie in several places."""
         border = self.num_shared
         if self.shared is None or span.start >= border:
             return self.own.read(Span(span.start - border, span.stop - border))
@@ -104,14 +122,20 @@ class Rows:
             own = Span(span.start + skipped - self.num_shared, span.stop - self.num_shared)
             self.own.write(own, [part[:, :, skipped:] for part in kv])
 
-    def joined(self) -> SlotCache:
-        """All rows in one buffer; a copy if some are shared."""
+    def joined(self) -> RowCache:
+        """All rows in one cache; a copy if some are shared."""
         if self.shared is None:
             return self.own
         whole = self.own.like(self.length)
         whole.write(Span(0, self.length), self.read(Span(0, self.length)))
         whole.exact_stop = self.exact_stop
         return whole
+
+    def close(self) -> None:
+        """Give the rows back, once; others go on reading what they share."""
+        self.own.release()
+        if self.shared is not None:
+            self.shared.release()
 
     def buffers(self) -> dict[int, tuple[int, int]]:
         """Bytes and rows of each buffer that it needs, by the buffer's place in memory."""

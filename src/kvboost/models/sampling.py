@@ -115,7 +115,9 @@ def _draw(logits: torch.Tensor, choosers: Sequence[Chooser]) -> list[int]:
     probabilities = scaled.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     least = probabilities[:, :1] * column([rule.min_p for rule in rules])
-    is_out = (before >= column([rule.top_p for rule in rules])) | (probabilities < least)
+    # At 1, nothing is cut off: sums of many small numbers reach it too early.
+    most = column([rule.top_p if rule.top_p < 1 else torch.inf for rule in rules])
+    is_out = (before >= most) | (probabilities < least)
     is_out[:, 0] = False
     probabilities.masked_fill_(is_out, 0.0)
     # Each throws as many dice as it would alone, so that its seed means the same beside others.

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -20,7 +21,7 @@ from kvboost.models import spread
 
 if TYPE_CHECKING:
     from kvboost.codecs.base import KV
-    from kvboost.models.arena import Arena
+    from kvboost.models.arena import Arena, SlotArena
 
 
 @dataclass(frozen=True)
@@ -31,24 +32,27 @@ class Behind:
     positions: torch.Tensor
 
 
-RowObserver = Callable[[int, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
-"""Called with a layer, its fresh K and V, and its stored K and V of all rows."""
+KeyValue: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""K and V of one layer, each [batch, heads, rows, head_dim]."""
+
+RowObserver = Callable[[int, KeyValue, KeyValue], None]
+"""Called with a layer, its fresh K and V, and its stored K and V of all visible rows."""
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's view of the buffers; all state lives in the cache."""
+    """One layer's view of the rows; all state lives in the cache."""
 
     is_sliding = False  # rows are kept for the whole sequence; the mask applies the window
     is_croppable = True
 
-    def __init__(self, cache: SlotCache, index: int) -> None:
+    def __init__(self, cache: RowCache, index: int) -> None:
         super().__init__()
         # Weak, so that buffers are freed when the last reference to their cache is gone.
         self._cache_ref, self._index = weakref.ref(cache), index
         self.is_initialized = True
 
     @property
-    def _cache(self) -> SlotCache:
+    def _cache(self) -> RowCache:
         cache = self._cache_ref()
         assert cache is not None
         return cache
@@ -58,24 +62,30 @@ class SlotLayer(CacheLayerMixin):
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new rows in place; return views of all visible rows."""
-        cache = self._cache
+    ) -> KeyValue:
+        """Write the new rows; return all visible ones."""
+        visible = self.write(key_states, value_states)
+        return self._cache.layer_rows(self._index, visible)
+
+    def write(self, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
+        """Write the new rows; how many are visible."""
+        cache, index, fresh = self._cache, self._index, (key_states, value_states)
         visible = cache.visible_after(key_states.shape[2])
         cache.make_room(visible)
         if cache.observer is not None:
-            cache.observer(self._index, (key_states, value_states), (self.keys, self.values))
+            cache.observer(index, fresh, cache.layer_rows(index, visible))
         if cache.scattered is None:
-            self.keys[:, :, cache.length : visible].copy_(key_states)
-            self.values[:, :, cache.length : visible].copy_(value_states)
+            cache.put(index, cache.length, fresh)
         else:
-            for stored, fresh in ((self.keys, key_states), (self.values, value_states)):
+            stored = cache.layer_rows(index, visible)
+            for rows, new in zip(stored, fresh, strict=True):
                 for patch in cache.patches:
-                    spread.apply(patch, stored, fresh)
-                stored.index_copy_(2, cache.scattered, fresh)
+                    spread.apply(patch, rows, new)
+                rows.index_copy_(2, cache.scattered, new)
+            cache.put(index, 0, stored)  # of views nothing is copied
         if self is cache.last_layer:
             cache.length, cache.scattered, cache.patches = visible, None, []
-        return self.keys[:, :, :visible], self.values[:, :, :visible]
+        return visible
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Visible rows and the first of them."""
@@ -86,23 +96,23 @@ class SlotLayer(CacheLayerMixin):
         return self._cache.length
 
     def get_max_length(self) -> int:
-        """No limit: the buffers grow."""
+        """No limit: room is made as it is needed."""
         return -1
 
 
-class SlotCache(Cache):
-    """Rows for `capacity` positions of one sequence, or of several once beams are expanded.
+class RowCache(Cache, ABC):
+    """Rows of K/V for the positions of a sequence; where they lie is the subclass's matter.
 
     By default a forward appends after `length`. `scatter` makes the next forward write (and
     mask) at positions of its own.
     """
 
-    def __init__(
-        self, geometry: KVGeometry, capacity: int, device: torch.device, batch_size: int = 1
-    ) -> None:
-        self._geometry = geometry
+    lies_behind = True  # whether a `tail` stays where it is, behind the rows before it
+
+    def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
+        self._geometry, self.device = geometry, device
         self.dtype = getattr(torch, geometry.dtype)
-        self.capacity = capacity
+        self.capacity = 0
         self.length = 0
         self.exact_stop = sys.maxsize
         self.scattered: torch.Tensor | None = None
@@ -110,10 +120,103 @@ class SlotCache(Cache):
         self.patches: list[spread.Patch] = []
         self.observer: RowObserver | None = None  # sees each layer's fresh rows before they go in
         self._scattered_stop = 0
-        self.arena: Arena | None = None  # in which it has a place, until it outgrows that
-        self.place = 0
+        self.arena: Arena | None = None  # memory in which it lies beside others
+        self.place = 0  # there
         layers = [SlotLayer(self, index) for index in range(geometry.num_layers)]
         super().__init__(layers=layers)
+        self.last_layer = layers[max(p for group in geometry.groups for p in group.planes) // 2]
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences in it."""
+        return 1
+
+    @abstractmethod
+    def make_room(self, num_rows: int) -> None:
+        """Let the next forward write its rows, and have so many in all."""
+
+    @abstractmethod
+    def layer_rows(self, layer: int, num_rows: int) -> KeyValue:
+        """The first rows of a layer: views, or copies to be `put` back."""
+
+    @abstractmethod
+    def put(self, layer: int, first: int, fresh: KeyValue) -> None:
+        """Write rows of a layer from `first` on, where room was made."""
+
+    @abstractmethod
+    def write(self, span: Span, kv: KV) -> None:
+        """Copy the first `len(span)` tokens of `kv` to the rows of `span`."""
+
+    @abstractmethod
+    def read(self, span: Span) -> KV:
+        """The rows of `span` of the first sequence: views, or copies to be written back."""
+
+    @abstractmethod
+    def head(self, num_rows: int) -> RowCache:
+        """The first rows, as a cache over the same memory."""
+
+    @abstractmethod
+    def tail(self, num_before: int) -> RowCache:
+        """All rows from `num_before` on, as a cache over the same memory that counts from there.
+
+        It takes the place of this one, which must not be used any more.
+        """
+
+    @abstractmethod
+    def buffers(self) -> dict[int, tuple[int, int]]:
+        """Bytes and rows of each piece of memory below it, by its place."""
+
+    def hold(self) -> None:
+        """Keep its memory until one more `release`."""
+
+    def release(self) -> None:
+        """Give its memory back; by default that is left to Python."""
+
+    def like(self, capacity: int) -> SlotCache:
+        """An empty one of the same shape in a buffer of its own."""
+        return SlotCache(self._geometry, capacity, self.device)
+
+    def scatter(self, positions: Sequence[int]) -> None:
+        """Let the next forward write its rows at `positions`, in that order."""
+        self.scattered = torch.tensor(positions, device=self.device)
+        self._scattered_stop = max(positions) + 1
+
+    def correct(self, runs: Iterable[Span], positions: Sequence[int]) -> None:
+        """Let the next forward, of `positions`, also correct the other rows of the moved `runs`."""
+        self.patches = spread.patches(runs, positions, self.dtype, self.device)
+
+    def visible_after(self, num_queries: int) -> int:
+        """Rows that a forward of `num_queries` tokens can see, its own included."""
+        if self.scattered is None:
+            return self.length + num_queries
+        return max(self.length, self._scattered_stop)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
+        """What to add to a query's index to get its position.
+
+        Transformers adds this to arange(num_queries) when it builds any mask. A tensor of
+        differences puts each scattered query at its own position, so that every kind of mask
+        (causal, sliding, chunked) comes out right without knowing the model.
+        """
+        if self.scattered is None:
+            return self.length
+        return self.scattered - torch.arange(len(self.scattered), device=self.scattered.device)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` rows (Transformers counts them as a negative)."""
+        self.length -= abs(tokens_to_remove)
+
+
+class SlotCache(RowCache):
+    """Rows in one buffer, of one sequence, or of several once beams are expanded."""
+
+    arena: SlotArena | None  # in which it has a place, until it outgrows that
+
+    def __init__(
+        self, geometry: KVGeometry, capacity: int, device: torch.device, batch_size: int = 1
+    ) -> None:
+        super().__init__(geometry, device)
+        self.capacity = capacity
         # Each [planes, batch, heads, capacity, head_dim]. Rows that were not written yet may lie
         # behind a mask, where they must be numbers.
         self._buffers = [
@@ -124,18 +227,23 @@ class SlotCache(Cache):
             )
             for group in geometry.groups
         ]
-        self.last_layer = layers[max(p for group in geometry.groups for p in group.planes) // 2]
         self._hand_out_views()
-
-    @property
-    def device(self) -> torch.device:
-        """Where the buffers are."""
-        return self._buffers[0].device
 
     @property
     def batch_size(self) -> int:
         """Sequences in the buffers."""
         return self._buffers[0].shape[1]
+
+    def layer_rows(self, layer: int, num_rows: int) -> KeyValue:
+        """The first rows of a layer, as views."""
+        views = self.layers[layer]
+        return views.keys[:, :, :num_rows], views.values[:, :, :num_rows]
+
+    def put(self, layer: int, first: int, fresh: KeyValue) -> None:
+        """Write rows of a layer from `first` on, where room was made."""
+        views, stop = self.layers[layer], first + fresh[0].shape[2]
+        views.keys[:, :, first:stop].copy_(fresh[0])
+        views.values[:, :, first:stop].copy_(fresh[1])
 
     def reuse(self) -> SlotCache:
         """Forget the content and start over in the same memory."""
@@ -153,10 +261,6 @@ class SlotCache(Cache):
         rest = self._part(rows, self.length - num_before)
         rest.exact_stop = self.exact_stop - num_before
         return rest
-
-    def like(self, capacity: int) -> SlotCache:
-        """An empty one of the same kind."""
-        return SlotCache(self._geometry, capacity, self.device)
 
     def buffers(self) -> dict[int, tuple[int, int]]:
         """Bytes and rows of the memory below it, by its place; parts of a cache lie in one."""
@@ -198,33 +302,6 @@ class SlotCache(Cache):
         """The rows of `span` of the first sequence, as views."""
         return [buffer[:, 0, :, span.start : span.stop] for buffer in self._buffers]
 
-    def scatter(self, positions: Sequence[int]) -> None:
-        """Let the next forward write its rows at `positions`, in that order."""
-        self.scattered = torch.tensor(positions, device=self._buffers[0].device)
-        self._scattered_stop = max(positions) + 1
-
-    def correct(self, runs: Iterable[Span], positions: Sequence[int]) -> None:
-        """Let the next forward, of `positions`, also correct the other rows of the moved `runs`."""
-        buffer = self._buffers[0]
-        self.patches = spread.patches(runs, positions, buffer.dtype, buffer.device)
-
-    def visible_after(self, num_queries: int) -> int:
-        """Rows that a forward of `num_queries` tokens can see, its own included."""
-        if self.scattered is None:
-            return self.length + num_queries
-        return max(self.length, self._scattered_stop)
-
-    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
-        """What to add to a query's index to get its position.
-
-        Transformers adds this to arange(num_queries) when it builds any mask. A tensor of
-        differences puts each scattered query at its own position, so that every kind of mask
-        (causal, sliding, chunked) comes out right without knowing the model.
-        """
-        if self.scattered is None:
-            return self.length
-        return self.scattered - torch.arange(len(self.scattered), device=self.scattered.device)
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Copy each sequence for beams or several answers."""
         self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
@@ -243,10 +320,6 @@ class SlotCache(Cache):
         for buffer in self._buffers:
             used = buffer[:, :, :, : self.length]
             used.copy_(used.index_select(1, beam_idx.to(buffer.device)))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` rows (Transformers counts them as a negative)."""
-        self.length -= abs(tokens_to_remove)
 
     def reset(self) -> None:
         """Forget everything."""

@@ -56,7 +56,9 @@ def assemble(plan: ReusePlan, slots: Slots, model: CausalModel, store: ChunkStor
     for run in came_true.runs:
         if run.kind is MatchKind.MOVED:
             slots.exact_stop = min(slots.exact_stop, run.span.start)
-            move(slots.read(run.span), model.geometry, model.rotations, run.delta)
+            rows = slots.read(run.span)
+            move(rows, model.geometry, model.rotations, run.delta)
+            slots.write(run.span, rows)  # of views nothing is copied
     return Placed(came_true, tuple(lost), sensitivities)
 
 

@@ -123,6 +123,7 @@ def is_loopback(host: str) -> bool:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give a parser a flag for every option; what is not given is not in its result."""
+    parser.usage = "%(prog)s --model MODEL [options]"
     parser.add_argument("--config", default=argparse.SUPPRESS, help="TOML file with options")
     for title, options in (("server", ServerOptions), ("engine", Options)):
         group = parser.add_argument_group(title)

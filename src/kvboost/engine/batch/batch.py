@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvboost.build import Parts
@@ -24,7 +23,6 @@ from kvboost.engine.prefill import decide, fill, keep, named_chunks
 from kvboost.engine.report import count, report
 from kvboost.engine.results import Completion, Phases
 from kvboost.errors import DeadlineExceeded
-from kvboost.models.arena import Arena
 from kvboost.models.rows import Rows, SharedRows
 from kvboost.models.sampling import Choice, choose
 from kvboost.reuse.lookup import find
@@ -73,11 +71,6 @@ class Batch:
         if self._running:
             return 0.0
         return POLL_S if self._waiting else None  # for a tier
-
-    @cached_property
-    def _arena(self) -> Arena:
-        """Where requests that share most of their rows have the others."""
-        return Arena(self._parts.model.geometry, self._parts.model.model.device)
 
     @property
     def _is_gathering(self) -> bool:
@@ -156,9 +149,8 @@ class Batch:
             return True
         if self._is_alone(member):
             return False
-        used = sum(each.num_tokens - each.rows.num_shared for each in self._running)
-        used += sum({each.rows.shared: each.rows.num_shared for each in self._running}.values())
-        return used + member.num_tokens <= self._parts.working_tokens
+        sizes = [(each.rows, each.num_tokens) for each in self._running]
+        return self._parts.pool.fits(sizes, member.num_tokens)
 
     def _waits_for_another(self, member: Member) -> bool:
         """Whether another request computes most of what this one needs right now."""
@@ -194,9 +186,8 @@ class Batch:
             decision = decision.on_shared(*member.names, shared.num_rows)
         num_own = len(request.tokens) - (shared.num_rows if shared else 0)
         num_new = min(member.sampling.max_new_tokens, FIRST_NEW_ROWS)
-        is_small = shared is not None and num_own + num_new <= Arena.most_rows
-        take = self._arena.take if is_small else parts.model.fresh_slots
-        rows = Rows(take(num_own + num_new), shared)
+        own = parts.pool.cache(num_own + num_new, on_shared=shared is not None)
+        rows = member.owner.rows = Rows(own, shared)
         member.start(fill(decision, request.tokens, parts, terms, rows))
         self._running.append(member)
         if member.names is not None:
@@ -212,7 +203,7 @@ class Batch:
         most = min(num_alike, owner.num_ready, len(member.request.tokens) - 1)
         if most < LEAST_SHARED:
             return None
-        return owner.rows.share(most // SHARED_STEP * SHARED_STEP, self._arena)
+        return owner.rows.share(most // SHARED_STEP * SHARED_STEP, self._parts.pool)
 
     def _next_segments(self) -> dict[Segment, Member]:
         """One token of each answer, then pieces of prompts: the oldest first, then short ones."""
@@ -305,6 +296,8 @@ class Batch:
                 self._keep(member)
         except Exception:
             log.exception("storing an answer failed; the answer is not affected")
+        finally:
+            member.owner.close()
 
     def _keep(self, member: Member) -> None:
         request, parts, prefilled = member.request, self._parts, member.prefilled
@@ -320,6 +313,7 @@ class Batch:
 
     def _fail(self, member: Member, error: BaseException) -> None:
         self._leave(member)
+        member.owner.close()
         # A traceback leads to the K/V of all requests of the step; it was logged.
         member.ticket.future.set_exception(error.with_traceback(None))
 

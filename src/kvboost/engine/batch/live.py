@@ -18,9 +18,20 @@ LEAST_SHARED = 128  # tokens; below, attention in two parts costs more than it s
 class Owner:
     """A prompt of the batch, and how many of its first rows are there to be shared."""
 
-    rows: Rows | None = None
+    rows: Rows | None = None  # before its request starts, and after it has ended
     num_ready: int = 0
     names: tuple[PrefixKey, ...] = ()  # of its exact chunks, once it is known
+
+    @property
+    def num_shareable(self) -> int:
+        """Rows that can be shared now."""
+        return self.num_ready if self.rows is None else min(self.num_ready, self.rows.num_shareable)
+
+    def close(self) -> None:
+        """Give its rows back, if it has any."""
+        rows, self.rows = self.rows, None
+        if rows is not None:
+            rows.close()
 
 
 class LivePrompts:
@@ -56,4 +67,4 @@ class LivePrompts:
             alike, num_alike = self._owners[key.prefix], span.stop
         if num_alike < LEAST_SHARED:
             return None, 0
-        return max(alike, key=lambda owner: owner.num_ready), num_alike
+        return max(alike, key=lambda owner: min(num_alike, owner.num_shareable)), num_alike

@@ -70,7 +70,6 @@ class Member:
     def start(self, prefilled: Prefilled[Rows]) -> None:
         """Join the batch."""
         self.prefilled, self.pending = prefilled, list(prefilled.pending)
-        self.owner.rows = prefilled.slots
         self.note_ready()
 
     def note_ready(self) -> None:

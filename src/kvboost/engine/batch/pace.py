@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 MOST_TOKENS = 1024  # of prompts in a step while nobody waits for a next token
-LEAST_TOKENS = 16
-FIRST_TOKENS = 64  # before anything was measured
-EXTRA = 0.6  # of a step's own time that prompts may add to it
+LEAST_TOKENS, FIRST_TOKENS = 16, 48  # beside answers
+SLOWER = 1.6  # the time of a step with prompts by that of one without, as it shall be
 RECENT = 0.2  # weight of the newest measurement
+CAUTION = 0.3  # how far one step changes the room for prompts
+LEAST_CHANGE, MOST_CHANGE = 0.8, 1.25
 
 
 class Pace:
-    """Learns from each step what decoding takes and what a prompt token adds."""
+    """Gives prompts more room as long as steps with them are fast enough, and less when not."""
 
     def __init__(self) -> None:
         self._decode_s: float | None = None
-        self._token_s: float | None = None
+        self._room = float(FIRST_TOKENS)
 
     def prompt_tokens(self, num_decoding: int, num_waiting: int) -> int:
         """The most prompt tokens for a step beside `num_decoding` answers.
@@ -24,22 +25,20 @@ class Pace:
         """
         if num_decoding == 0:
             return MOST_TOKENS
-        if self._decode_s is None or self._token_s is None:
-            return FIRST_TOKENS
-        share = EXTRA * max(1.0, num_waiting / num_decoding)
-        wanted = share * self._decode_s / self._token_s
-        return int(min(MOST_TOKENS, max(LEAST_TOKENS, wanted)))
+        return int(min(MOST_TOKENS, self._room * max(1.0, num_waiting / num_decoding)))
 
     def observe(self, seconds: float, num_decoding: int, num_prompt_tokens: int) -> None:
-        """Learn from a step."""
+        """Learn from a step.
+
+        What a prompt token adds depends on all that stands before it, so the room follows the
+        time of the steps, instead of a forecast.
+        """
+        if num_decoding == 0:
+            return
         if num_prompt_tokens == 0:
-            self._decode_s = _mixed(self._decode_s, seconds)
-        elif num_decoding == 0:
-            self._token_s = _mixed(self._token_s, seconds / num_prompt_tokens)
-        elif self._decode_s is not None:
-            added_s = max(seconds - self._decode_s, 0.1 * self._decode_s)
-            self._token_s = _mixed(self._token_s, added_s / num_prompt_tokens)
-
-
-def _mixed(old: float | None, new: float) -> float:
-    return new if old is None else old + RECENT * (new - old)
+            old = seconds if self._decode_s is None else self._decode_s
+            self._decode_s = old + RECENT * (seconds - old)
+        elif self._decode_s is not None and self._room / 2 <= num_prompt_tokens <= self._room:
+            change: float = (SLOWER * self._decode_s / seconds) ** CAUTION
+            self._room *= min(MOST_CHANGE, max(LEAST_CHANGE, change))
+            self._room = min(MOST_TOKENS, max(LEAST_TOKENS, self._room))

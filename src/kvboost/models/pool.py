@@ -1,0 +1,82 @@
+"""Where the rows of the batch come from: buffers of their own, or blocks of one pool."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvboost.core import KVGeometry, Span
+from kvboost.models.arena import SlotArena
+from kvboost.models.slots import RowCache, SlotCache
+
+if TYPE_CHECKING:
+    from kvboost.models.rows import Rows
+
+
+class Pool(ABC):
+    """Room for the K/V of running requests, in blocks of `block_size` tokens."""
+
+    def __init__(self, geometry: KVGeometry, num_blocks: int, block_size: int) -> None:
+        self.geometry = geometry
+        self.num_blocks, self.block_size = num_blocks, block_size
+
+    @property
+    def num_tokens(self) -> int:
+        """The longest sequence that fits."""
+        return self.num_blocks * self.block_size
+
+    @abstractmethod
+    def cache(self, num_rows: int, *, on_shared: bool = False) -> RowCache:
+        """An empty cache with room for so many rows, and for more as long as the pool has it.
+
+        `on_shared`: the sequence has others before them, which it shares.
+        """
+
+    def behind_shared(self, rest: RowCache) -> RowCache:
+        """Where the rows after those that are shared from now on shall lie: here, or elsewhere."""
+        return rest
+
+    def fits(self, running: Iterable[tuple[Rows, int]], num_tokens: int) -> bool:
+        """Whether one more sequence has room beside others, whatever they come to.
+
+        Each is given with the tokens that it comes to at most. None of them can run out of blocks
+        later: those at the end of shared rows are counted for all who may have a copy.
+        """
+        size, members = self.block_size, list(running)
+        used = sum(-(-most // size) - rows.num_shared // size for rows, most in members)
+        used += sum({rows.shared: -(-rows.num_shared // size) for rows, _ in members}.values())
+        num_copied = 0 if size == 1 else 1  # the new one may be the first to share in a block
+        return used + -(-num_tokens // size) + num_copied <= self.num_blocks
+
+
+class SlotPool(Pool):
+    """A buffer for each sequence, and an arena for those that share most of their rows."""
+
+    def __init__(self, geometry: KVGeometry, num_tokens: int, device: torch.device) -> None:
+        super().__init__(geometry, num_tokens, 1)
+        self._device = device
+
+    @cached_property
+    def _arena(self) -> SlotArena:
+        return SlotArena(self.geometry, self._device)
+
+    def cache(self, num_rows: int, *, on_shared: bool = False) -> SlotCache:
+        """An empty cache with room for so many rows; it grows by moving."""
+        if on_shared and num_rows <= SlotArena.most_rows:
+            return self._arena.take(num_rows)
+        return SlotCache(self.geometry, num_rows, self._device)
+
+    def behind_shared(self, rest: RowCache) -> RowCache:
+        """If little room is left, the rows go to the arena."""
+        if rest.capacity > SlotArena.most_rows:
+            return rest
+        own = self._arena.take(rest.length + 1)
+        own.exact_stop = rest.exact_stop
+        if rest.length:
+            span = Span(0, rest.length)
+            own.write(span, rest.read(span))
+        return own

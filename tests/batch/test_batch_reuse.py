@@ -1,0 +1,454 @@
+"""Reuse in the batch: shared rows, moved text, tiers, tenants; and always the right answer."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from batching import (
+    ENDLESS,
+    WAIT_S,
+    alone,
+    check_stored_prefixes,
+    engine_of,
+    gate_of,
+    greedy,
+    mixed_prompts,
+    wait_until,
+)
+from fakes import FaultyTier, words
+from kvboost import KVBoost
+from kvboost.core import MatchKind, Sampling
+from kvboost.engine import prefill
+from kvboost.engine.batch.ticket import Ticket
+from kvboost.errors import DeadlineExceeded
+from kvboost.tiers import urls
+
+pytestmark = pytest.mark.tiny
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[KVBoost]:
+    with engine_of(max_batch_size=8) as made:
+        yield made
+
+
+def answers(tickets: list[Ticket]) -> list[list[int]]:
+    return [list(ticket.result(WAIT_S).token_ids) for ticket in tickets]
+
+
+def test_requests_that_come_and_go_at_any_time_get_their_own_answers(engine: KVBoost) -> None:
+    chance = random.Random(3)
+    tickets, expected = [], []
+    for number, prompt in enumerate(mixed_prompts(24, seed=5)):
+        num_new = chance.choice([1, 2, 5, 12])
+        tenant, reuse = chance.choice(["", "", "other"]), chance.choice(["exact", "exact", "off"])
+        tickets.append(engine.submit(prompt, greedy(num_new), tenant=tenant, reuse=reuse))
+        expected.append(alone(prompt, 12)[:num_new])
+        if number % 4 == 0:
+            time.sleep(chance.random() / 50)
+    assert answers(tickets) == expected
+    assert check_stored_prefixes(engine) > 0
+
+
+def test_an_answer_ends_with_the_models_end_token(engine: KVBoost) -> None:
+    prompt = words(33, seed=12)
+    expected = alone(prompt, 30)
+    last = expected[3]
+    stop = expected.index(last)
+    config = engine._parts.model.model.generation_config
+    old, config.eos_token_id = config.eos_token_id, last
+    try:
+        tickets = [
+            engine.submit(prompt, Sampling(max_new_tokens=30)),
+            engine.submit(prompt, greedy(30)),
+        ]
+    finally:
+        config.eos_token_id = old
+    first, second = (ticket.result(WAIT_S) for ticket in tickets)
+    assert (list(first.token_ids), first.finish_reason) == (expected[: stop + 1], "stop")
+    assert first.text == "".join(f"{token} " for token in expected[:stop])
+    assert (list(second.token_ids), second.finish_reason) == (expected, "length")
+
+
+def test_a_stop_text_ends_one_answer_and_not_the_others(engine: KVBoost) -> None:
+    prompt = words(40, seed=4)
+    expected = alone(prompt, 12)
+    stop = f"{expected[5]} {expected[6]}"
+    tickets = [
+        engine.submit(prompt, Sampling(max_new_tokens=12, ignore_eos=True, stop=(stop,))),
+        engine.submit(prompt, greedy(12)),
+    ]
+    first, second = (ticket.result(WAIT_S) for ticket in tickets)
+    assert first.finish_reason == "stop" and second.finish_reason == "length"
+    whole = "".join(f"{token} " for token in expected)
+    assert first.text == whole[: whole.index(stop)] and second.text == whole
+
+
+def test_deltas_add_up_to_the_answer(engine: KVBoost) -> None:
+    deltas: list = []
+    sampling = Sampling(max_new_tokens=9, ignore_eos=True, top_logprobs=2)
+    answer = engine.submit(words(30), sampling, listener=deltas.append).result(WAIT_S)
+    assert "".join(delta.text for delta in deltas) == answer.text
+    assert tuple(t for delta in deltas for t in delta.token_ids) == answer.token_ids
+    assert tuple(p for delta in deltas for p in delta.logprobs) == answer.logprobs
+    assert [p.token for p in answer.logprobs] == list(answer.token_ids)
+    assert all(p.top[0][0] == p.token and p.logprob == p.top[0][2] for p in answer.logprobs)
+    assert list(answer.token_times) == sorted(answer.token_times)
+
+
+def held_together(engine: KVBoost, prompts: list[list[int]], num_new: int) -> list[Ticket]:
+    """Submitted while the model is held, so that they meet in the batch."""
+    with gate_of(engine) as gate:
+        gate.hold()
+        tickets = [engine.submit(prompt, greedy(num_new)) for prompt in prompts]
+        assert gate.is_reached.wait(WAIT_S)
+        gate.open()
+        for ticket in tickets:
+            ticket.result(WAIT_S)
+    return tickets
+
+
+def test_a_common_beginning_is_computed_once_and_held_once() -> None:
+    common = words(512, seed=21)
+    prompts = [common + words(20, seed=number) for number in range(6)]
+    with engine_of(max_batch_size=6) as engine, gate_of(engine) as gate:
+        begun: set[int] = set()
+
+        def hear(number: int) -> None:
+            if number not in begun and len(begun) == 5:
+                gate.hold()  # nobody has ended yet
+            begun.add(number)
+
+        tickets = [
+            engine.submit(prompt, greedy(40), listener=lambda _, number=number: hear(number))
+            for number, prompt in enumerate(prompts)
+        ]
+        wait_until(lambda: len(begun) == 6 and gate.is_reached.is_set())
+        stats = engine.batch_stats()
+        assert engine.cache_stats()["hot_chunks"] == 0  # nothing came from the store
+        gate.open()
+        assert answers(tickets) == [alone(prompt, 40) for prompt in prompts]
+        needed = (512 + 6 * 60) * engine._parts.model.geometry.bytes_per_token
+        assert stats["num_running"] == 6 and needed < stats["kv_bytes"] < 1.3 * needed
+
+
+def test_rows_that_are_ready_later_are_shared_too(engine: KVBoost) -> None:
+    common = words(2048, seed=27)
+    prompts = [common + words(9, seed=number) for number in range(3)]
+    begun = threading.Event()
+    with gate_of(engine) as gate:
+        gate.hold()
+        first = engine.submit([*common, 7], ENDLESS, listener=lambda _: begun.set())
+        assert gate.is_reached.wait(WAIT_S)
+        # Begins alike, with more of its own: does not wait for the rest of the first one.
+        other = engine.submit(common[:1300] + words(2000, seed=3), ENDLESS)
+        gate.open()
+        assert begun.wait(WAIT_S)
+        tickets = [engine.submit(prompt, greedy(5)) for prompt in prompts]
+        assert answers(tickets) == [alone(prompt, 5) for prompt in prompts]
+    assert [ticket.result().cached_tokens for ticket in tickets] == [2048] * 3
+    for ticket in (first, other):
+        ticket.cancel()
+
+
+def test_who_shares_says_so_and_answers_the_same(engine: KVBoost) -> None:
+    common = words(300, seed=22)
+    prompts = [common + words(9, seed=number) for number in range(5)]
+    tickets = held_together(engine, prompts, 10)
+    assert answers(tickets) == [alone(prompt, 10) for prompt in prompts]
+    cached = [ticket.result().cached_tokens for ticket in tickets]
+    assert cached[0] == 0 and min(cached[1:]) >= 288
+    assert all(
+        t.result().reuse.tokens(MatchKind.EXACT) == t.result().cached_tokens for t in tickets
+    )
+
+
+def test_a_later_one_shares_though_the_first_one_has_ended(engine: KVBoost) -> None:
+    common = words(320, seed=23)
+    begun = threading.Event()
+    first = engine.submit([*common, 7], greedy(25), reuse="exact")
+    second = engine.submit([*common, 8], ENDLESS, listener=lambda _: begun.set())
+    assert begun.wait(WAIT_S)
+    first.result(WAIT_S)
+    before = engine.batch_stats()["kv_tokens"]
+    event = threading.Event()
+    third = engine.submit([*common, 9], ENDLESS, listener=lambda _: event.set())
+    assert event.wait(WAIT_S)
+    assert engine.batch_stats()["kv_tokens"] - before < 320
+    fourth = engine.submit([*common, 9, 10], greedy(20))
+    assert list(fourth.result(WAIT_S).token_ids) == alone([*common, 9, 10], 20)
+    for ticket in (second, third):
+        ticket.cancel()
+
+
+def test_rows_are_shared_while_their_owner_still_computes_its_prompt(engine: KVBoost) -> None:
+    common = words(1600, seed=24)
+    longer, shorter = common + words(1500, seed=1), common[:1100] + words(1200, seed=2)
+    with gate_of(engine) as gate:
+        gate.hold()
+        first = engine.submit(longer, greedy(5))
+        assert gate.is_reached.wait(WAIT_S)
+        second = engine.submit(shorter, greedy(5))
+        gate.open()
+        assert answers([first, second]) == [alone(longer, 5), alone(shorter, 5)]
+    assert 992 <= second.result().cached_tokens <= 1100
+
+
+def test_long_answers_on_shared_rows_outgrow_their_buffers(engine: KVBoost) -> None:
+    common = words(140, seed=25)
+    prompts = [common + words(5, seed=number) for number in range(3)]
+    tickets = held_together(engine, prompts, 150)
+    assert answers(tickets) == [alone(prompt, 150) for prompt in prompts]
+    assert tickets[2].result().cached_tokens >= 128
+
+
+def test_long_prompts_are_cut_while_others_decode(engine: KVBoost) -> None:
+    heard: list[int] = []
+    decoding = engine.submit(words(20), ENDLESS, listener=lambda _: heard.append(1))
+    wait_until(lambda: len(heard) > 3)
+    prompts = [words(900 + 300 * number, seed=50 + number) for number in range(3)]
+    before = len(heard)
+    tickets = [engine.submit(prompt, greedy(6)) for prompt in prompts]
+    assert answers(tickets) == [alone(prompt, 6) for prompt in prompts]
+    assert len(heard) - before > 6
+    decoding.cancel()
+
+
+def test_tenants_share_nothing(engine: KVBoost) -> None:
+    prompt = words(400, seed=26)
+    begun = threading.Event()
+    first = engine.submit(prompt, ENDLESS, tenant="a", listener=lambda _: begun.set())
+    assert begun.wait(WAIT_S)
+    second = engine.submit(prompt, greedy(4), tenant="b").result(WAIT_S)
+    third = engine.submit(prompt, greedy(4), tenant="a").result(WAIT_S)
+    off = engine.submit(prompt, greedy(4), tenant="a", reuse="off").result(WAIT_S)
+    assert [each.cached_tokens for each in (second, third, off)] == [0, 384, 0]
+    first.cancel()
+
+
+def test_other_calls_between_steps_change_no_answer(engine: KVBoost) -> None:
+    prompts = mixed_prompts(6, seed=7)
+    tickets = [engine.submit(prompt, greedy(40)) for prompt in prompts]
+    for number in range(5):
+        tokens = words(60, seed=70 + number)
+        engine.warm(tokens)
+        assert engine.generate(tokens, 5, eos_token_id=None).token_ids == alone(tokens, 5)
+        assert engine.explain(tokens).tokens(MatchKind.EXACT) > 0
+    assert answers(tickets) == [alone(prompt, 40) for prompt in prompts]
+
+
+def test_a_request_that_needs_much_room_is_not_overtaken_for_ever() -> None:
+    with engine_of(max_batch_size=4, num_blocks=20, block_size=10) as engine:
+        stop = threading.Event()
+
+        def ask(seed: int) -> None:
+            while not stop.is_set():
+                engine.submit(words(20, seed=seed), greedy(20)).result(WAIT_S)
+
+        threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        try:
+            wait_until(lambda: engine.batch_stats()["num_running"] >= 3)
+            large = engine.submit(words(150), greedy(40), reuse="off")
+            assert list(large.result(60).token_ids) == alone(words(150), 40)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+
+
+def test_rotation_that_depends_on_length_has_the_batch_for_itself_and_its_turn() -> None:
+    long = words(1200, seed=31)
+    with engine_of("phi3-longrope", max_batch_size=4) as engine:
+        stop = threading.Event()
+
+        def ask() -> None:
+            while not stop.is_set():
+                engine.submit(words(20), greedy(10)).result(WAIT_S)
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            answer = engine.submit(long, greedy(5)).result(60)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        assert list(answer.token_ids) == alone(long, 5, "phi3-longrope")
+        assert "beyond 1024 positions" in answer.reuse.note and answer.cached_tokens == 0
+        short = engine.submit(words(20), greedy(10)).result(WAIT_S)
+        assert list(short.token_ids) == alone(words(20), 10, "phi3-longrope")
+
+
+def test_a_deterministic_engine_answers_bit_by_bit_as_unbatched() -> None:
+    prompts = [words(100, seed=1), words(100, seed=1)[:90] + words(30, seed=2), words(7)]
+    sampling = Sampling(max_new_tokens=6, ignore_eos=True, top_logprobs=5)
+    with engine_of(deterministic=True, piece_tokens=32) as engine:
+        expected = []
+        for prompt in prompts:
+            result = engine.generate(prompt, 6, reuse="off", output_logits=True, eos_token_id=None)
+            rows = [row[0].float().log_softmax(-1).topk(5) for row in result.output.logits]
+            expected.append(
+                [list(zip(row.indices.tolist(), row.values.tolist(), strict=True)) for row in rows]
+            )
+        for _ in range(2):
+            tickets = [engine.submit(prompt, sampling) for prompt in prompts]
+            told = [
+                [[(token, value) for token, _, value in each.top] for each in t.result(60).logprobs]
+                for t in tickets
+            ]
+            assert told == expected
+        assert [ticket.result().cached_tokens for ticket in tickets] == [96, 96, 0]
+
+
+DOCUMENTS = [words(110 + 20 * seed, seed) for seed in range(4)]
+
+
+def about(order: list[int], seed: int) -> list[int]:
+    listed = [token for place in order for token in [7, 8, *DOCUMENTS[place]]]
+    return words(12, 100 + seed) + listed + words(15, 200 + seed)
+
+
+def moving_engine(**options: object) -> KVBoost:
+    settled = {"chunk_size": 32, "reuse": "auto", "quality_budget": 100.0}
+    engine = engine_of(**{**settled, **options})
+    engine._parts.cost.pays = lambda *_: True  # for a model of a few thousand weights nothing pays
+    return engine
+
+
+ORDERS = [([3, 1], 1), ([2, 0], 2), ([1, 2], 3)]
+
+
+def test_moved_text_in_a_batch_is_repaired_as_it_is_alone() -> None:
+    with moving_engine() as engine:
+        engine.generate(about([0, 1, 2, 3], 0), 1)
+        expected = [engine.generate(about(*each), 8, eos_token_id=None) for each in ORDERS]
+    with moving_engine(batch_window_ms=300) as engine:
+        engine.generate(about([0, 1, 2, 3], 0), 1)
+        tickets = [engine.submit(about(*each), greedy(8)) for each in ORDERS]
+        assert answers(tickets) == [result.token_ids for result in expected]
+        for ticket, result in zip(tickets, expected, strict=True):
+            ours, theirs = ticket.result().reuse, result.reuse
+            assert ours.tokens(MatchKind.MOVED) == theirs.tokens(MatchKind.MOVED) > 200
+            assert ours.repaired_tokens == theirs.repaired_tokens > 0
+        engine.flush()
+        assert engine.cache_stats()["audits"] == 3
+        assert check_stored_prefixes(engine) > 0
+
+
+@pytest.mark.parametrize("strategy", ["selective", "cacheblend", "query", "none"])
+def test_every_repair_works_in_a_batch(strategy: str) -> None:
+    with moving_engine(recompute_strategy=strategy, batch_window_ms=100) as engine:
+        engine.generate(about([0, 1, 2, 3], 0), 1)
+        tickets = [engine.submit(about(*each), greedy(3)) for each in ORDERS[:2]]
+        reports = [ticket.result(WAIT_S).reuse for ticket in tickets]
+        assert all(report.tokens(MatchKind.MOVED) > 200 for report in reports)
+        assert all((report.repaired_tokens == 0) == (strategy == "none") for report in reports)
+
+
+def test_repaired_in_full_the_answer_is_a_full_one_though_pieces_are_cut() -> None:
+    with moving_engine(recompute_ratio=1.0) as engine:
+        engine.generate(about([0, 1, 2, 3], 0), 1)
+        heard: list[int] = []
+        decoding = engine.submit(words(20), ENDLESS, listener=lambda _: heard.append(1))
+        wait_until(lambda: len(heard) > 3)
+        tickets = [engine.submit(about(*each), greedy(8)) for each in ORDERS]
+        assert answers(tickets) == [alone(about(*each), 8) for each in ORDERS]
+        assert all(t.result().reuse.tokens(MatchKind.MOVED) > 200 for t in tickets)
+        decoding.cancel()
+
+
+def test_approximations_are_never_shared_nor_stored_as_exact() -> None:
+    """Every mode at once, alike beginnings, answers that are gone on with."""
+    chance = random.Random(8)
+    with moving_engine(max_chunks=80, recompute_strategy="none") as engine:
+        last = tuple(engine.generate(about([0, 1, 2, 3], 0), 1).token_ids)
+        for _ in range(4):
+            tickets = []
+            for number in range(6):
+                order = chance.sample(range(4), chance.randint(1, 3))
+                prompt, mode = about(order, number % 2), chance.choice(["off", "exact", "auto"])
+                if number % 3 == 2:
+                    prompt = [*prompt, *last, *words(6, 300)]
+                tickets.append((prompt, mode, engine.submit(prompt, greedy(4), reuse=mode)))
+            for prompt, mode, ticket in tickets:
+                last = ticket.result(WAIT_S).token_ids
+                if mode != "auto":
+                    assert list(last) == alone(prompt, 4)
+                    assert ticket.result().reuse.tokens(MatchKind.MOVED) == 0
+            assert check_stored_prefixes(engine) > 0
+
+
+def test_fewer_bits_in_the_store_change_nothing_while_rows_are_shared() -> None:
+    common = words(200, seed=41)
+    prompts = [common + words(6, seed=number) for number in range(4)]
+    with engine_of(kv_cache_bits=8) as engine:
+        assert answers(held_together(engine, prompts, 6)) == [alone(p, 6) for p in prompts]
+        engine.flush()
+        again = [engine.submit(prompt, greedy(6)).result(WAIT_S) for prompt in prompts]
+        assert all(each.cached_tokens >= 199 for each in again)
+
+
+def test_a_batch_after_a_restart_is_warm_from_disk(tmp_path: Path) -> None:
+    prompts = mixed_prompts(8, seed=9)
+    options = {"disk_cache_dir": str(tmp_path), "tier_deadline_ms": 60_000}
+    for _ in range(2):
+        with engine_of(**options, max_batch_size=3) as engine:
+            tickets = [engine.submit(prompt, greedy(4)) for prompt in prompts]
+            assert answers(tickets) == [alone(prompt, 4) for prompt in prompts]
+            cached = sum(ticket.result().cached_tokens for ticket in tickets)
+            loaded = engine.cache_stats()["loaded_chunks"]
+    assert loaded > 0
+    assert cached >= 0.8 * sum(map(len, prompts))
+
+
+@pytest.fixture
+def below(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyTier]:
+    """A tier that fails on demand, behind the URL redis://, and is waited for on any machine."""
+    tier = FaultyTier()
+    monkeypatch.setattr(prefill, "LEAST_PATIENCE_S", 60.0)
+    monkeypatch.setattr(urls, "_open_shared", lambda url, timeout_s: tier)
+    yield tier
+    tier.thawed.set()
+
+
+def test_who_waits_for_a_slow_tier_holds_up_nobody(below: FaultyTier) -> None:
+    prompt, options = words(100), {"cache_url": "redis://here", "tier_deadline_ms": 60_000}
+    with engine_of(**options) as engine:
+        engine.generate(prompt, 2)
+    with engine_of(**options, max_batch_size=2) as engine:
+        below.fault = "frozen"
+        waiting = engine.submit(prompt, greedy(4))
+        late = engine.submit(prompt, greedy(4), deadline_s=0.05)
+        cancelled = engine.submit(prompt, greedy(4))
+        cancelled.cancel()
+        quick = engine.submit(words(50), greedy(8), reuse="off")
+        assert list(quick.result(WAIT_S).token_ids) == alone(words(50), 8)
+        with pytest.raises(DeadlineExceeded):
+            late.result(WAIT_S)
+        assert not waiting.future.done()
+        below.fault = ""
+        below.thawed.set()
+        answer = waiting.result(WAIT_S)
+        assert (list(answer.token_ids), answer.cached_tokens) == (alone(prompt, 4), 99)
+
+
+@pytest.mark.parametrize("fault", ["down", "corrupted", "lost"])
+def test_a_broken_tier_breaks_no_request_of_a_batch(below: FaultyTier, fault: str) -> None:
+    prompts = mixed_prompts(6, seed=10)
+    options = {"cache_url": "redis://here", "tier_deadline_ms": 100}
+    with engine_of(**options) as engine:
+        for prompt in prompts:
+            engine.generate(prompt, 2)
+    with engine_of(**options) as engine:
+        below.fault = fault
+        tickets = [engine.submit(prompt, greedy(5)) for prompt in prompts]
+        assert answers(tickets) == [alone(prompt, 5) for prompt in prompts]

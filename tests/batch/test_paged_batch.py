@@ -1,0 +1,212 @@
+"""The batch on blocks of a pool: the same answers, and every block comes back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+
+from fakes import WordTokenizer, words
+from kvboost import CPUPagedEngine, KVBoost
+from kvboost.core import MatchKind, Sampling
+from kvboost.engine.batch import batch as batch_module
+from kvboost.errors import DeadlineExceeded
+from tiny_models import SUPPORTED, build
+
+pytestmark = pytest.mark.tiny
+
+GREEDY = Sampling(max_new_tokens=12, ignore_eos=True)
+COMMON = words(160, seed=99)
+
+
+def engine_of(name: str = "llama", **options: Any) -> CPUPagedEngine:
+    return CPUPagedEngine(build(*SUPPORTED[name]), WordTokenizer(), chunk_size=16, **options)
+
+
+def mixed_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [
+        COMMON[: chance.choice([0, 30, 130, 150, 160])] + words(chance.randint(1, 90), seed=number)
+        for number in range(count)
+    ]
+
+
+def alone(name: str, prompts: list[list[int]]) -> list[list[int]]:
+    with KVBoost(build(*SUPPORTED[name]), WordTokenizer(), chunk_size=16) as engine:
+        return [engine.generate(p, 12, reuse="off", eos_token_id=None).token_ids for p in prompts]
+
+
+def all_are_free(engine: CPUPagedEngine) -> bool:
+    engine.flush()
+    stats = engine.paged_stats()
+    return stats["free_blocks"] == stats["num_blocks"]
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3-two-rotations", "gpt_oss-sinks", "deepseek_v3-mla", "llama-dynamic"]
+)
+@pytest.mark.parametrize(("block_size", "num_blocks"), [(16, 64), (7, 90), (200, 5)])
+def test_answers_from_blocks_are_the_answers_alone(
+    name: str, block_size: int, num_blocks: int
+) -> None:
+    prompts = mixed_prompts(24)
+    wanted = alone(name, prompts)
+    with engine_of(name, block_size=block_size, num_blocks=num_blocks) as engine:
+        for _ in range(2):
+            tickets = [engine.submit(prompt, GREEDY) for prompt in prompts]
+            assert [list(ticket.result(60).token_ids) for ticket in tickets] == wanted
+        assert all_are_free(engine)
+
+
+def moved_answers(strategy: str, memory: str) -> list[tuple[int, ...]]:
+    """Answers to prompts with documents in new places, one by one."""
+    documents = [words(60, seed=seed) for seed in range(3)]
+    options = {"backend": "slots" if memory == "slots" else "paged", "block_size": 7}
+    with KVBoost(
+        build(*SUPPORTED["llama"]),
+        WordTokenizer(),
+        chunk_size=16,
+        reuse="auto",
+        recompute_strategy=strategy,
+        quality_budget=100.0,
+        audit_ratio=1.0,
+        num_blocks=120,
+        **options,
+    ) as engine:
+        engine._parts.cost.pays = lambda *_: True
+        if memory == "pieces":  # no two free blocks follow one another
+            engine._parts.pool.hold(range(0, 120, 2))
+        for document in documents:
+            engine.warm(document, anywhere=True, preface="5 6 7")
+        results = []
+        for number in range(6):
+            text = documents[number % 3] + documents[(number + 1) % 3]
+            prompt = words(20, seed=10 + number) + text + words(9, seed=number)
+            results.append(engine.submit(prompt, GREEDY).result(60))
+            engine.flush()
+        assert sum(result.reuse.tokens(MatchKind.MOVED) for result in results) >= 500
+        assert engine.cache_stats()["audits"] >= 3
+        return [result.token_ids for result in results]
+
+
+@pytest.mark.parametrize("strategy", ["sampled", "cacheblend", "query"])
+def test_moved_text_in_blocks_is_as_in_slots(strategy: str) -> None:
+    wanted = moved_answers(strategy, "slots")
+    assert moved_answers(strategy, "blocks") == moved_answers(strategy, "pieces") == wanted
+
+
+def test_requests_that_begin_alike_hold_the_same_blocks() -> None:
+    seen: list[dict[str, int]] = []
+    with engine_of(num_blocks=80) as engine:
+        engine.submit(COMMON + words(5, seed=1), GREEDY).result(60)
+        tickets = [
+            engine.submit(
+                COMMON + words(5, seed=number),
+                GREEDY,
+                listener=lambda _: seen.append(engine.paged_stats()),
+            )
+            for number in range(6)
+        ]
+        for ticket in tickets:
+            ticket.result(60)
+        most = max(seen, key=lambda stats: stats["saved_blocks"])
+        # Ten blocks of what they share, once, and two for each one's own.
+        assert most["used_blocks"] <= 10 + 6 * 2
+        assert most["saved_blocks"] >= 5 * 10
+        assert most["used_bytes"] == most["used_blocks"] * most["block_bytes"]
+        assert all_are_free(engine)
+
+
+def break_a_step(engine: CPUPagedEngine, patch: pytest.MonkeyPatch) -> None:
+    def fail(segments: Any) -> Any:
+        raise RuntimeError("no")
+
+    patch.setattr(engine._parts.model, "forward_packed", fail)
+
+
+def break_a_start(engine: CPUPagedEngine, patch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("no")
+
+    patch.setattr(batch_module, "fill", fail)
+
+
+@pytest.mark.parametrize("fault", [break_a_step, break_a_start])
+def test_requests_that_fail_give_their_blocks_back(
+    fault: Callable[[CPUPagedEngine, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = mixed_prompts(6)
+    wanted = alone("llama", prompts)
+    with engine_of(num_blocks=64) as engine:
+        with monkeypatch.context() as patch:
+            fault(engine, patch)
+            failed = [engine.submit(prompt, GREEDY) for prompt in prompts]
+            errors = [ticket.future.exception(60) for ticket in failed]
+        assert [str(error) for error in errors] == ["no"] * len(prompts)
+        assert all_are_free(engine)
+        # The errors are still there, and with them all that failed: nobody may wait for it.
+        tickets = [engine.submit(prompt, GREEDY) for prompt in prompts]
+        assert [list(ticket.result(60).token_ids) for ticket in tickets] == wanted
+
+
+def test_whoever_leaves_early_gives_its_blocks_back_and_others_keep_theirs() -> None:
+    prompts = [COMMON + words(9, seed=number) for number in range(5)]
+    wanted = alone("llama", prompts)
+    long = Sampling(max_new_tokens=200, ignore_eos=True)
+    with engine_of(num_blocks=120) as engine:
+
+        def stop(_: Any) -> None:
+            raise RuntimeError("enough")
+
+        leaving = [
+            engine.submit(COMMON, long),
+            engine.submit(COMMON + words(3, seed=50), long, deadline_s=0.05),
+            engine.submit(COMMON + words(3, seed=51), long, listener=stop),
+        ]
+        leaving.append(engine.submit(COMMON + words(3, seed=52), long))
+        staying = [
+            engine.submit(prompt, GREEDY, listener=lambda _: leaving[0].cancel())
+            for prompt in prompts
+        ]
+        leaving[3].cancel()
+        assert [list(ticket.result(60).token_ids) for ticket in staying] == wanted
+        kinds = [type(ticket.future.exception(60)) for ticket in leaving]
+        assert kinds == [CancelledError, DeadlineExceeded, RuntimeError, CancelledError]
+        assert all_are_free(engine)
+
+
+def test_random_traffic_never_runs_out_of_blocks() -> None:
+    chance = random.Random(3)
+    prompts = mixed_prompts(60, seed=3)
+    with engine_of(block_size=5, num_blocks=70, max_batch_size=8) as engine:
+        tickets = []
+        for prompt in prompts:
+            most = chance.choice([1, 4, 30, 90])
+            tickets.append(engine.submit(prompt, Sampling(max_new_tokens=most, ignore_eos=True)))
+            if chance.random() < 0.3:
+                chance.choice(tickets).cancel()
+        errors = [ticket.future.exception(120) for ticket in tickets]
+        assert {type(error) for error in errors} <= {type(None), CancelledError}
+        assert all_are_free(engine)
+
+
+def test_a_paged_engine_is_loaded_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(*SUPPORTED["llama"])
+    monkeypatch.setattr("kvboost.engine.engine.load", lambda *_: (model, WordTokenizer()))
+    with CPUPagedEngine.from_pretrained("any", num_blocks=40, block_size=8) as engine:
+        stats = engine.paged_stats()
+        assert (stats["num_blocks"], stats["block_size"], stats["used_blocks"]) == (40, 8, 0)
+        per_token = engine._parts.model.geometry.bytes_per_token
+        assert stats["pool_bytes"] == 40 * 8 * per_token
+        assert engine.batch_stats()["kv_capacity_tokens"] == 320
+        answers = engine.generate_batch([COMMON, COMMON], max_new_tokens=4)
+        assert answers[0].token_ids == answers[1].token_ids
+        assert all_are_free(engine)
+
+
+def test_the_backend_of_a_paged_engine_cannot_be_another() -> None:
+    with pytest.raises(TypeError, match="backend"):
+        engine_of(backend="slots")

@@ -1,0 +1,218 @@
+"""Who is next, how much of a prompt a step takes, and whose rows can be shared: no model needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvboost.core import ChunkKeys, PrefixKey, Span
+from kvboost.engine.batch.live import LEAST_SHARED, LivePrompts, Owner
+from kvboost.engine.batch.pace import LEAST_TOKENS, MOST_TOKENS, Pace
+from kvboost.engine.batch.queue import FairQueue
+
+
+@dataclass
+class Call:
+    tenant: str
+
+
+@dataclass(eq=False)
+class Waiting:
+    """What a queue sees of a member."""
+
+    request: Call
+    num_tokens: int
+
+
+def member(tenant: str = "", num_tokens: int = 100) -> Any:
+    return Waiting(Call(tenant), num_tokens)
+
+
+def take(queue: FairQueue, is_ready: Any = lambda _: True) -> Any:
+    chosen = queue.first(is_ready)
+    if chosen is not None:
+        queue.take(chosen)
+    return chosen
+
+
+def test_one_tenants_requests_come_in_the_order_of_its_calls() -> None:
+    queue, members = FairQueue(), [member() for _ in range(5)]
+    for each in members:
+        queue.add(each)
+    assert [take(queue) for _ in range(6)] == [*members, None]
+
+
+def test_a_flood_of_one_tenant_does_not_hold_up_another() -> None:
+    queue = FairQueue()
+    for _ in range(50):
+        queue.add(member("flood"))
+    for _ in range(3):
+        queue.add(member("other"))
+    tenants = [take(queue).request.tenant for _ in range(8)]
+    assert tenants.count("other") == 3
+
+
+def test_tenants_take_turns_by_tokens_and_not_by_requests() -> None:
+    queue = FairQueue()
+    for _ in range(40):
+        queue.add(member("long", 1000))
+        queue.add(member("short", 100))
+    tenants = [take(queue).request.tenant for _ in range(22)]
+    assert tenants.count("long") == 2
+
+
+def test_who_was_away_has_no_claim_for_that_time() -> None:
+    queue = FairQueue()
+    for _ in range(30):
+        queue.add(member("a"))
+    for _ in range(10):
+        take(queue)
+    for _ in range(10):
+        queue.add(member("b"))
+    assert [take(queue).request.tenant for _ in range(6)].count("b") == 3
+
+
+def test_who_is_not_ready_keeps_its_place_in_line() -> None:
+    queue, first, second = FairQueue(), member(), member()
+    queue.add(first)
+    queue.add(second)
+    assert take(queue, lambda each: each is second) is second
+    assert take(queue, lambda each: False) is None
+    assert take(queue) is first
+
+
+def test_tenants_that_left_are_forgotten() -> None:
+    queue = FairQueue()
+    for number in range(100):
+        queue.add(member(f"tenant {number}"))
+        take(queue)
+    assert not queue._served and not queue._waiting and len(queue) == 0
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(1, 500)) | st.just(None),
+        max_size=60,
+    )
+)
+def test_nobody_is_lost_and_nobody_is_served_twice(calls: list[tuple[str, int] | None]) -> None:
+    queue, waiting = FairQueue(), []
+    for call in calls:
+        if call is not None:
+            waiting.append(member(*call))
+            queue.add(waiting[-1])
+        elif waiting:
+            chosen = take(queue)
+            same = [each for each in waiting if each.request.tenant == chosen.request.tenant]
+            assert chosen is same[0]
+            waiting.remove(chosen)
+        assert len(queue) == len(waiting) and {*map(id, queue)} == {*map(id, waiting)}
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=40), st.integers(1, 400))
+def test_a_tenant_that_waits_is_served_no_less_than_any_other(tenants: str, size: int) -> None:
+    queue, served = FairQueue(), dict.fromkeys("abc", 0)
+    for tenant in tenants:
+        queue.add(member(tenant, size))
+    while len(queue):
+        waiting = {each.request.tenant for each in queue}
+        chosen = take(queue)
+        served[chosen.request.tenant] += size
+        least = min(served[tenant] for tenant in waiting)
+        assert served[chosen.request.tenant] <= least + size
+
+
+def test_without_answers_a_step_takes_as_much_of_the_prompts_as_it_can() -> None:
+    assert Pace().prompt_tokens(0, 5) == MOST_TOKENS
+    assert LEAST_TOKENS <= Pace().prompt_tokens(3, 1) < MOST_TOKENS
+
+
+def settled(decode_s: float, token_s: float) -> Pace:
+    """After many steps on a machine of that speed."""
+    pace = Pace()
+    for _ in range(100):
+        pace.observe(decode_s, 8, 0)
+        num_prompt = pace.prompt_tokens(8, 1)
+        pace.observe(decode_s + num_prompt * token_s, 8, num_prompt)
+    return pace
+
+
+@pytest.mark.parametrize("token_s", [0.0002, 0.001, 0.003])
+def test_a_step_with_prompts_takes_less_than_twice_as_long_as_one_without(token_s: float) -> None:
+    added_s = token_s * settled(0.1, token_s).prompt_tokens(8, 1)
+    assert 0.03 <= added_s < 0.1
+
+
+def test_more_room_where_more_wait_for_their_first_token_than_for_a_next() -> None:
+    pace = settled(0.1, 0.001)
+    assert pace.prompt_tokens(8, 8) == pace.prompt_tokens(8, 1)
+    assert pace.prompt_tokens(2, 8) > 3 * pace.prompt_tokens(8, 8)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(1e-9, 1e3), st.integers(0, 300), st.integers(0, 2000)), max_size=30
+    ),
+    st.integers(1, 300),
+    st.integers(0, 300),
+)
+def test_whatever_was_measured_a_prompt_goes_on(
+    steps: list[tuple[float, int, int]], num_decoding: int, num_waiting: int
+) -> None:
+    pace = Pace()
+    for seconds, decoding, prompt in steps:
+        if decoding or prompt:
+            pace.observe(seconds, decoding, prompt)
+    assert LEAST_TOKENS <= pace.prompt_tokens(num_decoding, num_waiting) <= MOST_TOKENS
+
+
+def keys_of(names: str) -> list[ChunkKeys]:
+    """A chunk for each letter, named by the letters up to it."""
+    prefixes = [PrefixKey(names[: end + 1].encode()) for end in range(len(names))]
+    return [ChunkKeys(PrefixKey(b""), prefix) for prefix in prefixes]
+
+
+def spans_of(names: str, size: int = LEAST_SHARED) -> list[Span]:
+    return [Span(size * number, size * (number + 1)) for number in range(len(names))]
+
+
+def found(live: LivePrompts, names: str, size: int = LEAST_SHARED) -> tuple[Owner | None, int]:
+    return live.find(keys_of(names), spans_of(names, size))
+
+
+def test_a_prompt_that_begins_alike_is_found() -> None:
+    live, owner = LivePrompts(), Owner()
+    live.add(owner, keys_of("abc"))
+    assert found(live, "abx") == (owner, 2 * LEAST_SHARED)
+    assert found(live, "abcd") == (owner, 3 * LEAST_SHARED)
+    assert found(live, "xbc") == (None, 0)
+
+
+def test_little_in_common_is_not_worth_sharing() -> None:
+    live = LivePrompts()
+    live.add(Owner(), keys_of("abc"))
+    assert found(live, "abx", size=LEAST_SHARED // 2 - 1) == (None, 0)
+
+
+def test_the_next_one_takes_over_when_an_owner_has_ended() -> None:
+    live, first, second = LivePrompts(), Owner(num_ready=9), Owner(num_ready=5)
+    live.add(first, keys_of("abc"))
+    live.add(second, keys_of("abd"))
+    assert found(live, "abz") == (first, 2 * LEAST_SHARED)
+    live.remove(first)
+    assert found(live, "abz") == (second, 2 * LEAST_SHARED)
+    assert found(live, "abc") == (second, 2 * LEAST_SHARED)
+    live.remove(second)
+    live.remove(second)
+    assert found(live, "abz") == (None, 0) and len(live) == 0
+
+
+def test_of_several_the_one_that_is_furthest_is_asked() -> None:
+    live, slow, fast = LivePrompts(), Owner(num_ready=100), Owner(num_ready=300)
+    for owner in (slow, fast):
+        live.add(owner, keys_of("abc"))
+    assert found(live, "abc")[0] is fast

@@ -1,0 +1,152 @@
+"""For tests of the batch: tiny engines, what Transformers answers, a model that can be held."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from fakes import WordTokenizer, words
+from kvboost import KVBoost
+from kvboost.core import Sampling, Span
+from kvboost.engine.prefill import Terms, complete, prefill
+from tiny_models import SUPPORTED, build
+
+ENDLESS = Sampling(max_new_tokens=100_000, ignore_eos=True)
+WAIT_S = 120.0  # for what must come
+
+
+class Engine(KVBoost):
+    """Ends what a failed test left running, so that the next one can begin."""
+
+    def close(self) -> None:
+        batch = self._front._batch
+        self._worker.call(lambda: [m.ticket.cancel() for m in [*batch._running, *batch._waiting]])
+        super().close()
+
+
+def engine_of(name: str = "llama", **options: Any) -> Engine:
+    model = build(*SUPPORTED[name])
+    return Engine(model, WordTokenizer(), **{"chunk_size": 16, **options})
+
+
+def greedy(num_new: int) -> Sampling:
+    return Sampling(max_new_tokens=num_new, ignore_eos=True)
+
+
+def mixed_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Some alone, some with a common beginning that is long enough to be shared."""
+    chance = random.Random(seed)
+    common = words(160, seed=99)
+    return [
+        common[: chance.choice([0, 30, 130, 150, 160])] + words(chance.randint(1, 90), seed=number)
+        for number in range(count)
+    ]
+
+
+def alone(prompt: list[int], num_new: int, name: str = "llama") -> list[int]:
+    """What Transformers alone answers, come what may."""
+    return _answer(name, tuple(prompt), num_new)
+
+
+@cache
+def _model(name: str) -> PreTrainedModel:
+    return build(*SUPPORTED[name])
+
+
+@cache
+def _answer(name: str, prompt: tuple[int, ...], num_new: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = _model(name).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_new,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+class Gate:
+    """Stands before every forward of a model: holds it, or makes it fail."""
+
+    def __init__(self) -> None:
+        self.is_reached, self._go_on = threading.Event(), threading.Event()
+        self._go_on.set()
+        self.error: Exception | None = None
+
+    def hold(self) -> None:
+        self._go_on.clear()
+        self.is_reached.clear()
+
+    def open(self) -> None:
+        self._go_on.set()
+
+    def __call__(self, *_: Any) -> None:
+        self.is_reached.set()
+        assert self._go_on.wait(WAIT_S)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+
+@contextmanager
+def gate_of(engine: KVBoost) -> Iterator[Gate]:
+    gate = Gate()
+    hook = engine._parts.model.model.register_forward_pre_hook(gate)
+    try:
+        yield gate
+    finally:
+        gate.open()
+        hook.remove()
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    for _ in range(int(WAIT_S / 0.005)):
+        if is_true():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it did not come true")
+
+
+def come_to_rest(engine: KVBoost) -> None:
+    """Wait until all that was submitted has ended."""
+    engine._worker.call(lambda: None)
+    wait_until(
+        lambda: engine.batch_stats()["num_running"] == engine.batch_stats()["num_waiting"] == 0
+    )
+    engine.flush()
+
+
+def check_stored_prefixes(engine: KVBoost, most: int = 4) -> int:
+    """What is stored under prefix keys is what the model computes; how many were looked at."""
+    engine.flush()
+    parts, index = engine._parts, engine._parts.store.index
+    chains = []
+    for row, tokens in enumerate(index._tokens):
+        if tokens is None or not index._is_exact[row]:
+            continue
+        entry, chain, first = index._entry(row), [], -1
+        while entry is not None:
+            chain[:0] = torch.frombuffer(bytearray(entry.tokens), dtype=torch.int32).tolist()
+            first, entry = entry.home, index.before(entry)
+        if first == 0:
+            chains.append([*chain, 5])
+    chosen = sorted(chains, key=len)[-most:]
+    for tokens in chosen:
+        rows = []
+        for mode in ("exact", "off"):
+            made = prefill(tokens, parts, Terms(mode), capacity=len(tokens))
+            complete(made, tokens, parts)
+            rows.append([part.clone() for part in made.slots.read(Span(0, len(tokens)))])
+            parts.model.recycle(made.slots)
+        for stored, computed in zip(*rows, strict=True):
+            assert float((stored - computed).abs().max()) < 1e-4
+    return len(chosen)
