@@ -153,7 +153,10 @@ def _load(options: ServerOptions, engine_options: Options) -> tuple[KVBoost, Ser
         from kvboost.engine.engine import KVBoost  # noqa: PLC0415  (loads torch)
         from kvboost.models.load import limits, load  # noqa: PLC0415
 
-        model, tokenizer = load(options.model, options.device, {"dtype": options.dtype})
+        try:
+            model, tokenizer = load(options.model, options.device, {"dtype": options.dtype})
+        except ValueError as error:  # how Transformers says that something is missing
+            raise ConfigError(f"model {options.model}: {error}") from error
     with _told("certifying"):
         engine = KVBoost(model, tokenizer, **dataclasses.asdict(engine_options))
     vocab_size, longest = limits(model)
