@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
@@ -62,22 +63,14 @@ class Body(BaseModel):
         return few(values, MOST_FIELDS)
 
 
-def _few_biases(values: Any) -> Any:
-    return few(values, MOST_BIASES)
-
-
-def _few_labels(values: Any) -> Any:
-    return few(values, MOST_FIELDS)
-
-
 class Harmless(Body):
     """The table of OpenAI's parameters that are accepted although they change nothing here."""
 
     user: Label | None = Field(None, description="for the client's own records")
     safety_identifier: Label | None = Field(None, description="like user")
-    metadata: Annotated[dict[Label, Label], BeforeValidator(_few_labels)] | None = Field(
-        None, description="kept only with store"
-    )
+    metadata: (
+        Annotated[dict[Label, Label], BeforeValidator(partial(few, most=MOST_FIELDS))] | None
+    ) = Field(None, description="kept only with store")
     store: Literal[False] | None = Field(None, description="answers are never kept: only false")
     service_tier: Literal["auto", "default"] | None = Field(None, description="there is one tier")
     prompt_cache_key: Label | None = Field(None, description="reuse goes by the text itself")
@@ -106,7 +99,9 @@ class Sampled(Harmless):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
-    logit_bias: Annotated[dict[str, Bias], BeforeValidator(_few_biases)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Bias], BeforeValidator(partial(few, most=MOST_BIASES))] | None
+    ) = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
