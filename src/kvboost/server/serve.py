@@ -98,7 +98,8 @@ def run(flags: argparse.Namespace) -> int:
     try:
         if texts:
             with _told(f"warming {len(texts)} texts"):
-                engine.warm(texts)
+                for tenant in keys.tenants:  # none hits what another has stored
+                    engine.warm(texts, tenant=tenant)
         grammars = Grammars(engine.tokenizer, model.vocab_size)
         return serve(engine, options, grammars, model=model, keys=keys, bound=bound)
     finally:
