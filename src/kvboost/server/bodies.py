@@ -22,11 +22,9 @@ MOST_ANSWERS = 64  # of one request: prompts x n
 MOST_SCHEMA_BYTES = 128 * 1024  # of a JSON schema, or of all tools
 MOST_FIELDS = 64  # of an object, known or not
 MOST_BIASES = 1024
-MOST_MESSAGES = 2048
-MOST_PARTS = 2048  # of a message
+MOST_MESSAGES = 2048  # and as many parts of one
 MOST_CALLS = 128  # of tools, in a message
 MAX_SEED = 2**63 - 1
-
 Text: TypeAlias = Annotated[str, StringConstraints(min_length=1)]
 Label: TypeAlias = Annotated[str, StringConstraints(max_length=512)]
 Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -207,7 +205,7 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
-        str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)] | None
+        str | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES, fail_fast=True)] | None
     ) = None
     name: Label | None = None
     tool_calls: Annotated[list[Call], Field(max_length=MOST_CALLS, fail_fast=True)] | None = None
@@ -356,9 +354,8 @@ class ChatBody(Sampled):
     @property
     def has_form(self) -> bool:
         """Whether the answer must form something: JSON or a call."""
-        is_json = isinstance(self.response_format, ObjectFormat | SchemaFormat)
         must_call = self.tool_choice == "required" or self.named_tool is not None
-        return is_json or must_call
+        return must_call or isinstance(self.response_format, ObjectFormat | SchemaFormat)
 
     @property
     def active_tools(self) -> list[dict[str, Any]]:
