@@ -12,7 +12,8 @@ import torch
 from kvboost.core import KVGeometry, Span
 from kvboost.models.slots import KeyValue, SlotCache
 
-FIRST_ROWS, ROW_STEP = 64, 64
+FIRST_ROWS = ROW_STEP = 16
+PLACE_STEP, GROWTH = 4, 64  # places and rows that are added at once, since all rows are copied
 
 Writer: TypeAlias = Callable[[int, KeyValue], None]
 """Called with a layer and one fresh row for each of some caches [1, heads, caches, head_dim]."""
@@ -52,7 +53,8 @@ class SlotArena(Arena):
         count = self._slots.batch_size
         place = next((i for i in range(count) if i not in self._users), count)
         if place == count or num_rows > self.num_rows:
-            self._resize(max(count, 2 * place), max(num_rows, self.num_rows))
+            more = PLACE_STEP if place == count else 0
+            self._resize(count + more, max(num_rows, self.num_rows))
         taken = self._slots.sequence(place)
         taken.arena, taken.place = self, place
         for plane in taken.read(Span(0, self.num_rows)):
@@ -68,7 +70,8 @@ class SlotArena(Arena):
     def make_room(self, num_rows: int) -> None:
         """Let every place have at least that many rows."""
         if num_rows > self.num_rows:
-            self._resize(self._slots.batch_size, num_rows)
+            most = max(num_rows, min(self.num_rows + GROWTH, self.most_rows))
+            self._resize(self._slots.batch_size, most)
 
     def writer(self, caches: Sequence[SlotCache]) -> Writer:
         """What puts one fresh row behind those that each cache has."""
