@@ -51,6 +51,7 @@ VALID: dict[str, dict[str, Any]] = {
     PIN: {"text": "Some text to read.", "ttl_s": 1.0},
     DELETE: {"text": "Some text to read."},
 }
+LARGEST_BYTES = 10 * 2**20  # somewhat more than a server reads
 NEEDED = {"model", "messages", "prompt", "max_tokens", "text"}
 NEEDS = {"stream_options": "stream", "top_logprobs": "logprobs", "tool_choice": "tools"}
 EXCLUDES = {"tools": "response_format", "logprobs": "echo"}
@@ -107,7 +108,7 @@ def _nest(body: Body, chance: random.Random) -> None:
 def _repeat(body: Body, chance: random.Random) -> None:
     place, key = _somewhere(body, chance)
     value, times = place[key], chance.choice([2, 20, 500])
-    if isinstance(value, str | list):
+    if isinstance(value, str | list) and len(json.dumps(value)) * times < LARGEST_BYTES:
         place[key] = value * times
 
 

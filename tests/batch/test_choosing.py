@@ -35,16 +35,15 @@ def chosen(logits: list[torch.Tensor], choosers: list[Chooser]) -> list[Choice]:
 
 
 class Loaded(Chooser):
-    """Dice that show one rank, if that may be chosen at all."""
+    """Dice that show one of the faces that they have."""
 
     def __init__(self, sampling: Sampling, rank: int) -> None:
         super().__init__(sampling, [])
         self._rank = rank
 
-    def noise(self, count: int) -> torch.Tensor:
-        noise = torch.full((count,), 1e18)
-        noise[self._rank % count] = 1e-18
-        return noise
+    def pick(self, probabilities: torch.Tensor) -> int:
+        possible = probabilities.nonzero()[:, 0].tolist()
+        return possible[self._rank % len(possible)]
 
 
 def allowed(logits: torch.Tensor, sampling: Sampling) -> set[int]:

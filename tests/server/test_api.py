@@ -21,6 +21,7 @@ WEATHER = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object"}},
 }
+CALLED = {"name": "weather", "arguments": "{}"}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
@@ -202,10 +203,16 @@ def test_logprobs_of_a_completion_have_openais_shape(client: TestClient) -> None
     logprobs = complete(client, logprobs=1)["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["Hel", "lo", " world"]
     assert logprobs["text_offset"] == [0, 3, 5]
-    assert logprobs["top_logprobs"][0] == {"a": -0.25}
+    assert logprobs["top_logprobs"][0] == {"a": -0.25, "Hel": -1.5}  # the chosen one as well
     parts = streamed(client, COMPLETIONS, logprobs=1)[:-1]
     said = [part["choices"][0]["logprobs"] for part in parts]
     assert [at for each in said if each for at in each["text_offset"]] == [0, 3, 5]
+
+
+def test_a_part_of_a_character_has_no_bytes(client: TestClient, stand: Stand) -> None:
+    stand.engine.pieces = ["\N{REPLACEMENT CHARACTER}", "é"]
+    content = chat(client, logprobs=True)["choices"][0]["logprobs"]["content"]
+    assert [each["bytes"] for each in content] == [None, list("é".encode())]
 
 
 def test_a_stream_of_a_chat_has_openais_shape(client: TestClient) -> None:
@@ -271,6 +278,14 @@ def test_calls_of_tools_are_streamed(client: TestClient, stand: Stand) -> None:
     assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "weather")]
     assert calls[0]["id"]
     assert parts[-1]["finish_reason"] == "tool_calls"
+
+
+def test_calls_that_come_at_once_are_numbered(client: TestClient, stand: Stand) -> None:
+    stand.engine.pieces = [f"{CALL}\n{CALL}\n", CALL]
+    parts = streamed(client, CHAT, tools=[WEATHER])[:-1]
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [call["index"] for call in calls] == [0, 1, 2]
 
 
 def test_messages_come_in_many_forms(client: TestClient, stand: Stand) -> None:
@@ -369,6 +384,40 @@ def test_what_does_not_fit_is_refused_by_name(
     assert refusal(client, path, **body)["param"] == param
 
 
+def test_a_bias_of_endless_digits_is_refused(client: TestClient) -> None:
+    assert refusal(client, logit_bias={"1" * 5000: 1})["param"] == "logit_bias"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        USER * 3000,
+        [{"role": "user", "content": [{"type": "text", "text": "a"}] * 3000}],
+        [{"role": "assistant", "tool_calls": [{"id": "a", "function": CALLED}] * 200}],
+    ],
+)
+def test_messages_have_bounds(client: TestClient, messages: Any) -> None:
+    assert refusal(client, messages=messages)["param"].startswith("messages")
+
+
+def test_requests_without_a_schema_do_not_wait_for_those_with_one(
+    client: TestClient, stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled(*_: Any) -> Any:
+        raise AssertionError("nothing is to be compiled")
+
+    monkeypatch.setattr("kvboost.server.plans.Planner.grammars", compiled)
+    chat(client, tools=[WEATHER], response_format={"type": "text"}, n=2)
+    assert [call["sampling"].grammar for call in stand.engine.calls] == [None, None]
+
+
+def test_more_than_can_be_prepared_is_503(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvboost.server.app.MOST_QUEUED", 0)
+    assert refusal(client, status=503)["code"] == "queue_full"
+
+
 def test_a_tool_choice_must_name_a_tool(client: TestClient) -> None:
     choice = {"type": "function", "function": {"name": "other"}}
     assert "'other'" in refusal(client, tools=[WEATHER], tool_choice=choice)["message"]
@@ -381,10 +430,10 @@ def test_pictures_are_refused(client: TestClient) -> None:
 
 
 def test_schemas_and_tools_have_a_size(client: TestClient) -> None:
-    schema = {"name": "x", "schema": {"description": "x" * 70_000}}
+    schema = {"name": "x", "schema": {"description": "x" * 140_000}}
     form = {"type": "json_schema", "json_schema": schema}
     assert refusal(client, response_format=form)["param"] == "response_format"
-    tool = {"type": "function", "function": {"name": "x", "description": "x" * 70_000}}
+    tool = {"type": "function", "function": {"name": "x", "description": "x" * 140_000}}
     assert refusal(client, tools=[tool])["param"] == "tools"
 
 
@@ -640,6 +689,39 @@ def test_tokens_over_the_limit_of_a_key_are_429_and_unused_ones_come_back() -> N
         assert client.post(COMPLETIONS, json=small, headers=as_("a")).status_code == 503
 
 
+def test_tokens_that_no_minute_has_are_refused_for_good() -> None:
+    client = client_of(Stand([key_of("a", tokens_per_minute=30)], lambda: 0.0, api_keys="f"))
+    reply = client.post(COMPLETIONS, json={"prompt": "hi", "max_tokens": 29}, headers=as_("a"))
+    assert (reply.status_code, reply.headers["x-should-retry"]) == (429, "false")
+    assert "retry-after" not in reply.headers
+
+
+def test_tokens_of_an_answer_that_broke_are_paid_for() -> None:
+    stand = Stand([key_of("a", tokens_per_minute=30)], lambda: 0.0, api_keys="f")
+    client, body = client_of(stand), {"prompt": "hi", "max_tokens": 20}  # takes 2 + 1
+    stand.engine.fault = KVBoostError("a fault")
+    statuses = [client.post(COMPLETIONS, json=body, headers=as_("a")).status_code for _ in range(4)]
+    assert statuses == [503, 503, 503, 429]
+    assert stand.telemetry.records[0].generated_tokens == 1
+
+
+def test_nobody_administrates_where_anybody_may_come() -> None:
+    client = client_of(Stand(allow_anonymous=True))
+    assert client.get("/v1/models").status_code == 200
+    for path in ("/v1/cache", "/v1/stats", "/metrics"):
+        assert client.get(path).status_code == 403
+
+
+def test_web_pages_may_send_the_headers_of_clients() -> None:
+    client = client_of(Stand(cors_origin=("http://app",)))
+    ask = {
+        "origin": "http://app",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization, x-stainless-lang",
+    }
+    assert client.options(CHAT, headers=ask).status_code == 200
+
+
 def test_web_pages_are_served_only_where_their_origin_is_named() -> None:
     ask = {"origin": "http://app", "access-control-request-method": "POST"}
     assert client_of(Stand()).options(CHAT, headers=ask).status_code == 405
@@ -652,7 +734,7 @@ def test_web_pages_are_served_only_where_their_origin_is_named() -> None:
 
 def test_without_keys_only_names_of_this_machine_are_served(client: TestClient) -> None:
     for host, status in (
-        ("localhost:8000", 200), ("127.0.0.1", 200), ("[::1]:8000", 200),
+        ("localhost:8000", 200), ("127.0.0.1", 200), ("[::1]:8000", 200), ("[::1]", 200),
         ("evil.com", 403), ("evil.com:8000", 403), ("", 403),
     ):  # fmt: skip
         assert client.get("/v1/models", headers={"host": host}).status_code == status

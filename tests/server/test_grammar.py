@@ -232,6 +232,7 @@ REFUSED = {
     "lose digits": {"enum": ["a", 2**53 + 1]},
     "Invalid type": {"type": "strnig"},
     "not JSON": {"const": float("nan")},
+    "surrogates": {"type": "string", "pattern": "\ud800"},
 }
 
 
@@ -278,6 +279,14 @@ def test_after_a_schema_that_was_given_up_the_next_one_works() -> None:
     with pytest.raises(ConfigError, match="not compiled"):
         GRAMMARS.json_schema({"allOf": patterns})
     GRAMMARS.json_schema({"type": "string", "pattern": "^b$"})
+
+
+def test_a_schema_that_ends_the_compiler_is_not_compiled_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvboost.server.grammar.TRIAL", "import os; os.abort()")
+    with pytest.raises(ConfigError, match="the compiler failed"):
+        GRAMMARS.json_schema({"type": "string", "pattern": "^fatal$"})
 
 
 def function(name: str, parameters: object = None) -> dict:

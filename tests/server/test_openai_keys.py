@@ -8,7 +8,7 @@ from openai import OpenAI
 
 from servers import KVBoostServer
 
-pytestmark = [pytest.mark.tiny, pytest.mark.servers]
+pytestmark = pytest.mark.servers
 
 
 def client_with(server: KVBoostServer, key: str) -> OpenAI:

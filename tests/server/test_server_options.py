@@ -11,6 +11,7 @@ import pytest
 from kvboost.config import Options
 from kvboost.errors import ConfigError
 from kvboost.server.options import ServerOptions, add_flags, read_options
+from kvboost.server.serve import _load
 
 PROMISED = """--model --host --port --device --dtype --backend --max-cache-bytes
 --recompute-strategy --kv-cache-bits --batch-window-ms --max-batch-size --max-queue-size --warm
@@ -151,3 +152,8 @@ def test_the_model_must_be_named() -> None:
 def test_server_and_engine_have_no_option_in_common() -> None:
     names = [{each.name for each in dataclasses.fields(kind)} for kind in (ServerOptions, Options)]
     assert not names[0] & names[1]
+
+
+def test_a_folder_without_a_model_is_named_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        _load(ServerOptions(model=str(tmp_path)), Options())

@@ -32,6 +32,9 @@ Whoever looks for an answer should read the page that speaks of it, and check it
 """
 
 
+MOST_PLACES = 4096  # of documents in a prompt: each is tokenized by itself
+
+
 def tokens_of(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, documents: Sequence[str] = ()
 ) -> list[int]:
@@ -105,13 +108,15 @@ def _cut_at(text: str, documents: Sequence[str]) -> list[str]:
     """The text in pieces, each document a piece of its own."""
     if isinstance(documents, str):
         raise ConfigError("documents is one text: expected a list of texts")
-    places = []
+    places: list[tuple[int, int]] = []
     for count, document in enumerate(documents):
         place = text.find(document)
         if not document or place < 0:
             fault = "is not part of the prompt" if document else "is empty"
             raise ConfigError(f"documents[{count}] {fault}")
         while place >= 0:
+            if len(places) == MOST_PLACES:
+                raise ConfigError(f"documents stand in the prompt more than {MOST_PLACES} times")
             places.append((place, place + len(document)))
             place = text.find(document, place + len(document))
     pieces, cursor = [], 0

@@ -14,7 +14,7 @@ from kvboost.engine.results import WarmResult
 from kvboost.engine.worker import Worker
 from kvboost.errors import ConfigError
 
-MANY_TEXTS = 8  # from here on progress is shown
+MANY_TEXTS = 8  # from here on progress is shown, on a terminal
 
 
 def warm_all(
@@ -34,7 +34,7 @@ def warm_all(
         raise ConfigError("there is nothing to warm: a text is empty")
     started = time.perf_counter()
     num_tokens = num_computed = num_pinned = 0
-    for tokens in tqdm(texts, desc="warming", disable=len(texts) < MANY_TEXTS):
+    for tokens in tqdm(texts, desc="warming", disable=len(texts) < MANY_TEXTS or None):
         num_computed += worker.call(partial(warm_up, tokens, parts, before=before, tenant=tenant))
         num_tokens += len(tokens)
         if is_pinned:

@@ -10,6 +10,9 @@ import torch
 
 from kvboost.core import Sampling
 
+MOST_RANKED = 1024  # tokens that are sorted at first: top_p and min_p rarely leave more
+LEAST_TEMPERATURE = 1e-5  # below, 32 bits do not tell it from zero
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -57,9 +60,12 @@ class Chooser:
         if rules.grammar is not None:
             rules.grammar.restrict(logits)
 
-    def noise(self, count: int) -> torch.Tensor:
-        """Numbers that turn probabilities into a choice: the least of noise / p wins."""
-        return torch.empty(count).exponential_(generator=self._dice)
+    def pick(self, weights: torch.Tensor) -> int:
+        """An index, each as often as its weight [count] says; one of weight 0 never."""
+        sums = weights.double().cumsum(dim=-1)
+        point = torch.rand(1, generator=self._dice, dtype=torch.float64).to(sums.device)
+        place = torch.searchsorted(sums, point * sums[-1], right=True)
+        return min(int(place), len(sums) - 1)
 
 
 def choose(logits: Sequence[torch.Tensor], choosers: Sequence[Chooser]) -> list[Choice | Exception]:
@@ -70,11 +76,9 @@ def choose(logits: Sequence[torch.Tensor], choosers: Sequence[Chooser]) -> list[
     rows = torch.stack(list(logits)).float()
     errors = [_adjust(row, chooser) for row, chooser in zip(rows, choosers, strict=True)]
     tokens = rows.argmax(dim=-1).tolist()
-    dicing = [i for i, chooser in enumerate(choosers) if chooser.sampling.temperature > 0]
-    if dicing:
-        drawn = _draw(rows[dicing], [choosers[i] for i in dicing])
-        for place, token in zip(dicing, drawn, strict=True):
-            tokens[place] = token
+    for place, (row, chooser) in enumerate(zip(rows, choosers, strict=True)):
+        if chooser.sampling.temperature > 0 and errors[place] is None:
+            tokens[place] = _draw(row, chooser)
     return [
         error or _reported(token, row, chooser.sampling.top_logprobs)
         for error, token, row, chooser in zip(errors, tokens, rows, choosers, strict=True)
@@ -98,31 +102,33 @@ def _reported(token: int, logits: torch.Tensor, num_top: int | None) -> Choice:
     return Choice(token, float(logprobs[token]), top)
 
 
-def _draw(logits: torch.Tensor, choosers: Sequence[Chooser]) -> list[int]:
-    """Tokens at random [rows, vocabulary]: temperature, then top_k, top_p and min_p of the rest."""
-    rules = [chooser.sampling for chooser in choosers]
+def _draw(logits: torch.Tensor, chooser: Chooser) -> int:
+    """A token at random: temperature, then top_k, top_p and min_p of the rest.
 
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, device=logits.device)[:, None]
+    Each request is drawn by itself, so that its seed means the same beside others.
+    """
+    rules = chooser.sampling
+    scaled = (logits - logits.max()) / max(rules.temperature, LEAST_TEMPERATURE)
+    if rules.top_k or rules.top_p < 1 or rules.min_p:
+        return _draw_ranked(scaled, chooser, rules.top_k or MOST_RANKED)
+    # All may come, so that no order is needed, which takes far longer than the rest.
+    return chooser.pick(scaled.softmax(dim=-1))
 
-    size = logits.shape[-1]
-    kept = [min(rule.top_k or size, size) for rule in rules]
-    # The likeliest first; of no more tokens than any request may choose from.
-    sorted_logits, order = logits.topk(max(kept), dim=-1)
-    scaled = sorted_logits / column([rule.temperature for rule in rules])
-    ranks = torch.arange(scaled.shape[-1], device=logits.device)
-    scaled.masked_fill_(ranks >= column(kept), -torch.inf)
-    probabilities = scaled.softmax(dim=-1)
+
+def _draw_ranked(scaled: torch.Tensor, chooser: Chooser, most: int) -> int:
+    """A token among the likeliest `most`; among all where top_p and min_p leave more than these."""
+    rules, size = chooser.sampling, len(scaled)
+    count = min(most, size)
+    ranked, order = scaled.topk(count) if count <= MOST_RANKED else scaled.sort(descending=True)
+    ranked, order = ranked[:count], order[:count]
+    whole = ranked if rules.top_k else scaled  # what probabilities are shares of
+    probabilities = (ranked - whole.logsumexp(dim=-1)).exp()
     before = probabilities.cumsum(dim=-1) - probabilities
-    least = probabilities[:, :1] * column([rule.min_p for rule in rules])
     # At 1, nothing is cut off: sums of many small numbers reach it too early.
-    most = column([rule.top_p if rule.top_p < 1 else torch.inf for rule in rules])
-    is_out = (before >= most) | (probabilities < least)
-    is_out[:, 0] = False
+    most_before = rules.top_p if rules.top_p < 1 else torch.inf
+    is_out = (before >= most_before) | (probabilities < probabilities[0] * rules.min_p)
+    if not rules.top_k and count < size and not is_out[-1]:
+        return _draw_ranked(scaled, chooser, size)
+    is_out[0] = False
     probabilities.masked_fill_(is_out, 0.0)
-    # Each throws as many dice as it would alone, so that its seed means the same beside others.
-    noise = torch.ones(scaled.shape)
-    for row, chooser, count in zip(noise, choosers, kept, strict=True):
-        row[:count] = chooser.noise(count)
-    picked = (probabilities / noise.to(logits.device)).argmax(dim=-1, keepdim=True)
-    return order.gather(-1, picked)[:, 0].tolist()
+    return int(order[chooser.pick(probabilities)])

@@ -48,6 +48,7 @@ class Answers:
         self._pending: list[tuple[int, Delta | Future[Completion]]] = []
         self._wake = asyncio.Event()
         self._error: BaseException | None = None
+        self.num_tokens = 0  # that have come, fetched or not
 
     def start(self, engine: KVBoost, asks: Sequence[Ask], tenant: str, deadline_s: float) -> None:
         """Hand all to the engine, or none.
@@ -112,6 +113,8 @@ class Answers:
             self._loop.call_soon_threadsafe(self._arrive, index, event)
 
     def _arrive(self, index: int, event: Delta | Future[Completion]) -> None:
+        if isinstance(event, Delta):
+            self.num_tokens += len(event.token_ids)
         self._pending.append((index, event))
         self._wake.set()
 

@@ -19,7 +19,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kvboost import __version__
-from kvboost.errors import KVBoostError
+from kvboost.core import Grammar
+from kvboost.errors import KVBoostError, QueueFull
 from kvboost.server.answers import unless_gone
 from kvboost.server.bodies import CacheBody, ChatBody, CompletionBody, WarmBody
 from kvboost.server.documented import DocumentedApp, responses
@@ -44,6 +45,7 @@ BODIES: dict[str, type[BaseModel]] = {
 }
 Routes: TypeAlias = tuple[tuple[str, str, Callable[..., Any]], ...]
 MOST_LISTED = 10_000  # chunks
+MOST_QUEUED = 256  # requests that are read and not yet prepared: their bodies are in memory
 
 
 class Endpoints:
@@ -67,6 +69,7 @@ class Endpoints:
         self._preparing = ThreadPoolExecutor(1, "kvboost-prepare")
         # Another one, since a hostile schema may take seconds.
         self._compiling = ThreadPoolExecutor(1, "kvboost-compile")
+        self._num_queued = 0  # requests that wait for one of the two
 
     def add_to(self, app: FastAPI) -> None:
         """Give each path what it does."""
@@ -130,8 +133,10 @@ class Endpoints:
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
-        compiling = partial(self._planner.grammars, body)
-        grammars = await unless_gone(request, _on(self._compiling, compiling))
+        grammars: list[Grammar | None] = [None] * (body.n or 1)
+        if body.has_form:  # others do not wait behind schemas
+            compiling = partial(self._planner.grammars, body)
+            grammars = await unless_gone(request, self._queued(self._compiling, compiling))
         return await self._answer(request, partial(self._planner.chat, body, grammars))
 
     async def stats(self) -> Response:
@@ -201,8 +206,18 @@ class Endpoints:
         }
 
     async def _answer(self, request: Request, make_plan: Callable[[], Plan]) -> Response:
-        plan = await unless_gone(request, _on(self._preparing, make_plan))
+        plan = await unless_gone(request, self._queued(self._preparing, make_plan))
         return Exchange(plan, self._running)
+
+    async def _queued(self, thread: ThreadPoolExecutor, work: Callable[[], Any]) -> Any:
+        """Work for a request, which has no place in the engine's queue yet."""
+        if self._num_queued >= MOST_QUEUED:
+            raise QueueFull(f"{MOST_QUEUED} requests are being prepared already")
+        self._num_queued += 1
+        try:
+            return await _on(thread, work)
+        finally:
+            self._num_queued -= 1
 
 
 async def _on(thread: ThreadPoolExecutor, work: Callable[[], Any]) -> Any:
@@ -230,8 +245,8 @@ def make_app(
             CORSMiddleware,
             allow_origins=options.cors_origin,
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", REQUEST_ID],
-            expose_headers=[REQUEST_ID],
+            allow_headers=["*"],  # clients send some of their own: X-Stainless-...
+            expose_headers=[REQUEST_ID, "Retry-After"],
         )
     app.add_exception_handler(HTTPException, _tell)
     app.add_exception_handler(KVBoostError, _tell)

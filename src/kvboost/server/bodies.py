@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
@@ -18,11 +19,12 @@ from pydantic_core import PydanticCustomError
 from kvboost.core import ReuseMode
 
 MOST_ANSWERS = 64  # of one request: prompts x n
-MOST_SCHEMA_BYTES = 64 * 1024  # of a JSON schema, or of all tools
+MOST_SCHEMA_BYTES = 128 * 1024  # of a JSON schema, or of all tools
 MOST_FIELDS = 64  # of an object, known or not
 MOST_BIASES = 1024
+MOST_MESSAGES = 2048  # and as many parts of one
+MOST_CALLS = 128  # of tools, in a message
 MAX_SEED = 2**63 - 1
-
 Text: TypeAlias = Annotated[str, StringConstraints(min_length=1)]
 Label: TypeAlias = Annotated[str, StringConstraints(max_length=512)]
 Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -59,22 +61,14 @@ class Body(BaseModel):
         return few(values, MOST_FIELDS)
 
 
-def _few_biases(values: Any) -> Any:
-    return few(values, MOST_BIASES)
-
-
-def _few_labels(values: Any) -> Any:
-    return few(values, MOST_FIELDS)
-
-
 class Harmless(Body):
     """The table of OpenAI's parameters that are accepted although they change nothing here."""
 
     user: Label | None = Field(None, description="for the client's own records")
     safety_identifier: Label | None = Field(None, description="like user")
-    metadata: Annotated[dict[Label, Label], BeforeValidator(_few_labels)] | None = Field(
-        None, description="kept only with store"
-    )
+    metadata: (
+        Annotated[dict[Label, Label], BeforeValidator(partial(few, most=MOST_FIELDS))] | None
+    ) = Field(None, description="kept only with store")
     store: Literal[False] | None = Field(None, description="answers are never kept: only false")
     service_tier: Literal["auto", "default"] | None = Field(None, description="there is one tier")
     prompt_cache_key: Label | None = Field(None, description="reuse goes by the text itself")
@@ -103,7 +97,9 @@ class Sampled(Harmless):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
-    logit_bias: Annotated[dict[str, Bias], BeforeValidator(_few_biases)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Bias], BeforeValidator(partial(few, most=MOST_BIASES))] | None
+    ) = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -208,9 +204,11 @@ class Message(Body):
     """A message of a chat; fields that are null count as left out."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: (
+        str | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES, fail_fast=True)] | None
+    ) = None
     name: Label | None = None
-    tool_calls: Annotated[list[Call], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[Call], Field(max_length=MOST_CALLS, fail_fast=True)] | None = None
     tool_call_id: Label | None = None
     annotations: list[Any] | None = Field(None, description="of OpenAI's own answers; left out")
 
@@ -250,7 +248,9 @@ class Message(Body):
         return plain
 
 
-Messages: TypeAlias = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+Messages: TypeAlias = Annotated[
+    list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+]
 
 
 class Function(Body):
@@ -350,6 +350,12 @@ class ChatBody(Sampled):
     def named_tool(self) -> str | None:
         """The one function that must be called."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
+    def has_form(self) -> bool:
+        """Whether the answer must form something: JSON or a call."""
+        must_call = self.tool_choice == "required" or self.named_tool is not None
+        return must_call or isinstance(self.response_format, ObjectFormat | SchemaFormat)
 
     @property
     def active_tools(self) -> list[dict[str, Any]]:

@@ -139,7 +139,7 @@ class Likely(Documented):
 
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
 
 
 class Said(Likely):

@@ -39,6 +39,7 @@ class Outcome:
     is_stream: bool = False
     error: str = ""
     finish_reason: str = ""
+    num_cut_tokens: int = 0  # of answers that did not come to their end
     completions: list[Completion] = field(default_factory=list)
 
 
@@ -64,16 +65,18 @@ class Running:
         """Answers that are computed as long as the context lasts, on their caller's account."""
         caller.charge_tokens(plan.num_tokens)
         answers = Answers()
+        num_used = 0
         try:
             answers.start(self._engine, plan.asks, caller.tenant, self._deadline_s)
+            num_used = plan.prompt_tokens
             self._answers.add(answers)
             yield answers
         finally:
             self._answers.discard(answers)
             answers.cancel()
-            # A client that went has used its prompt at least.
-            num_new = sum(len(each.token_ids) for each in outcome.completions)
-            caller.give_back_tokens(plan.num_tokens - plan.prompt_tokens - num_new)
+            num_whole = sum(len(each.token_ids) for each in outcome.completions)
+            outcome.num_cut_tokens = max(0, answers.num_tokens - num_whole)
+            caller.give_back_tokens(plan.num_tokens - num_used - answers.num_tokens)
 
 
 class Exchange(Response):
@@ -126,13 +129,14 @@ class Exchange(Response):
         await unless_gone(request, self._send(pieces, send))
 
     async def _send(self, pieces: AsyncIterator[bytes], send: Send) -> None:
-        async for piece in pieces:
-            message = {"type": "http.response.body", "body": piece, "more_body": True}
-            try:
+        try:
+            async for piece in pieces:
+                message = {"type": "http.response.body", "body": piece, "more_body": True}
                 await asyncio.wait_for(send(message), STALL_S)
-            except asyncio.TimeoutError:
-                raise ClientGone from None
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            end = {"type": "http.response.body", "body": b"", "more_body": False}
+            await asyncio.wait_for(send(end), STALL_S)
+        except asyncio.TimeoutError:
+            raise ClientGone from None
 
     async def _pieces(
         self,

@@ -139,7 +139,7 @@ def check_schema(schema: object) -> None:
     if level:
         raise ConfigError(f"schema: more than {MAX_DEPTH} levels within each other")
     try:
-        size_bytes = len(_json(schema))
+        size_bytes = len(_json(schema).encode())
     except (TypeError, ValueError) as error:
         raise ConfigError(f"schema: not JSON: {error}") from error
     if size_bytes > MAX_SCHEMA_BYTES:
@@ -172,9 +172,13 @@ def _try_elsewhere(text: str) -> None:
     """Compile in a process that can be ended: a thread in the library could not be."""
     command = [sys.executable, "-c", TRIAL]
     try:
-        subprocess.run(command, input=text.encode(), capture_output=True, timeout=MAX_COMPILE_S)
+        done = subprocess.run(
+            command, input=text.encode(), capture_output=True, timeout=MAX_COMPILE_S
+        )
     except subprocess.TimeoutExpired:
         raise ConfigError(f"schema: not compiled within {MAX_COMPILE_S:g} s") from None
+    if done.returncode:  # it would end this process too
+        raise ConfigError("schema: the compiler failed")
 
 
 def _check(matcher: LLMatcher) -> None:

@@ -83,6 +83,8 @@ class Caller:
         wait_s = self.tokens.take(num_tokens) if self.tokens else 0.0
         if self.tokens and wait_s:
             limit = f"{self.tokens.per_minute} tokens a minute, {num_tokens} asked for at once"
+            if num_tokens > self.tokens.per_minute:  # to try again would never help
+                raise _over(f"{limit}; ask for less, for example with max_tokens", "tokens", None)
             raise _over(limit, "tokens", wait_s)
 
     def give_back_tokens(self, num_tokens: int) -> None:
@@ -101,6 +103,11 @@ class KeyRing:
 
     def __bool__(self) -> bool:
         return bool(self._callers)
+
+    @property
+    def tenants(self) -> list[str]:
+        """Whose requests may come."""
+        return sorted({caller.tenant for _, caller in self._callers}) or [Caller().tenant]
 
     def caller(self, authorization: str) -> Caller:
         """Who an `Authorization` header belongs to.
@@ -136,10 +143,10 @@ def read_keys(path: str) -> list[dict[str, Any]]:
     if table or not isinstance(keys, list) or not keys:
         raise ConfigError(f"key file {path}: expected tables [[keys]] and nothing else")
     try:
-        for key in keys:
+        for number, key in enumerate(keys, 1):  # noqa: B007  (for the message)
             _check(key)
-    except ConfigError as error:
-        raise ConfigError(f"key file {path}, key {key!r}: {error}") from None
+    except ConfigError as error:  # the entry is not shown: there may be a secret in it
+        raise ConfigError(f"key file {path}, key {number}: {error}") from None
     return keys
 
 
@@ -167,7 +174,7 @@ def _check(key: Any) -> None:
             raise ConfigError(f"{name}={value!r}: expected {FIELDS[name].__name__}, above 0")
     digest = key.get("sha256", "")
     if len(digest) != HEX_DIGITS or set(digest) - set("0123456789abcdef"):
-        raise ConfigError(f"sha256={digest!r}: expected {HEX_DIGITS} hex digits")
+        raise ConfigError(f"sha256: expected {HEX_DIGITS} hex digits")
     if "tenant" not in key:
         raise ConfigError("tenant is missing")
 
@@ -183,6 +190,9 @@ def _caller(key: dict[str, Any], clock: Callable[[], float]) -> Caller:
     )
 
 
-def _over(limit: str, kind: str, wait_s: float) -> Problem:
+def _over(limit: str, kind: str, wait_s: float | None) -> Problem:
     message = f"over the limit of this key: {limit}"
-    return Problem(429, message, kind=kind, code="rate_limit_exceeded", retry_s=wait_s)
+    # OpenAI's clients try a 429 again unless they are told so.
+    headers = {"X-Should-Retry": "false"} if wait_s is None else None
+    code = "rate_limit_exceeded"
+    return Problem(429, message, kind=kind, code=code, retry_s=wait_s, headers=headers)

@@ -60,7 +60,8 @@ class ServerOptions:
         default=None, metadata=about("file of API keys, made with `kvboost keys new`")
     )
     allow_anonymous: bool = field(
-        default=False, metadata=about("serve other machines although there are no API keys")
+        default=False,
+        metadata=about("serve anybody although there are no API keys; nobody administrates"),
     )
     cors_origin: tuple[str, ...] = field(
         default=(), metadata=about("origin whose web pages may call this server")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from kvboost.server.grammar import Grammars
 
 COMPLETION_TOKENS = 16  # of an answer, where a client of /v1/completions names no limit
+TOKEN_ID = re.compile("[0-9]{1,10}")
 LEAST_TOP_P = 1e-6  # the likeliest token always stays
 
 
@@ -267,7 +269,7 @@ class Planner:
     def _bias(self, written: dict[str, float]) -> dict[int, float]:
         bias = {}
         for name, value in written.items():
-            if not (name.isascii() and name.isdigit() and int(name) < self._model.vocab_size):
+            if not (TOKEN_ID.fullmatch(name) and int(name) < self._model.vocab_size):
                 raise refused(f"logit_bias: {name!r} is not a token id", "logit_bias")
             bias[int(name)] = value
         return bias

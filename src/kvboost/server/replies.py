@@ -14,6 +14,7 @@ from kvboost.engine.results import Completion, Delta, TokenLogprob
 from kvboost.server.tools import ToolCall, ToolReader
 
 Json = dict[str, Any]
+PART = "\N{REPLACEMENT CHARACTER}"  # what tokenizers make of a part of a character
 LEAST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have
 
 
@@ -107,7 +108,10 @@ class CompletionReply(Reply):
                 "tokens": [each.text for each in logprobs],
                 "token_logprobs": [max(each.logprob, LEAST_LOGPROB) for each in logprobs],
                 "top_logprobs": [
-                    {text: max(logprob, LEAST_LOGPROB) for _, text, logprob in each.top}
+                    {
+                        text: max(logprob, LEAST_LOGPROB)
+                        for _, text, logprob in (*each.top, (each.token, each.text, each.logprob))
+                    }
                     for each in logprobs
                 ],
                 "text_offset": offsets,
@@ -131,6 +135,7 @@ class ChatReply(Reply):
         self._is_parallel = is_parallel
         self._readers: dict[int, ToolReader] = {}
         self._num_calls: dict[int, int] = {}
+        self._num_told: dict[int, int] = {}  # calls, of a stream
 
     def opening(self, num_answers: int) -> Iterator[Json]:
         """Who speaks."""
@@ -194,7 +199,8 @@ class ChatReply(Reply):
     def _said(self, index: int, said: str | ToolCall, logprobs: Json | None) -> Json:
         if isinstance(said, str):
             return {**self._delta(index, {"content": said}), "logprobs": logprobs}
-        call = {"index": self._num_calls[index] - 1, **_call(said)}
+        call = {"index": self._num_told.setdefault(index, 0), **_call(said)}
+        self._num_told[index] += 1
         return {**self._delta(index, {"tool_calls": [call]}), "logprobs": logprobs}
 
     def _delta(self, index: int, delta: Json, reason: str | None = None) -> Json:
@@ -268,4 +274,6 @@ def _call(call: ToolCall) -> Json:
 
 
 def _likely(text: str, logprob: float) -> Json:
-    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(text.encode())}
+    # Null, as OpenAI has it, where a token is a part of a character: its bytes are not known here.
+    token_bytes = None if PART in text else list(text.encode())
+    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": token_bytes}

@@ -98,7 +98,8 @@ def run(flags: argparse.Namespace) -> int:
     try:
         if texts:
             with _told(f"warming {len(texts)} texts"):
-                engine.warm(texts)
+                for tenant in keys.tenants:  # none hits what another has stored
+                    engine.warm(texts, tenant=tenant)
         grammars = Grammars(engine.tokenizer, model.vocab_size)
         return serve(engine, options, grammars, model=model, keys=keys, bound=bound)
     finally:
@@ -153,7 +154,10 @@ def _load(options: ServerOptions, engine_options: Options) -> tuple[KVBoost, Ser
         from kvboost.engine.engine import KVBoost  # noqa: PLC0415  (loads torch)
         from kvboost.models.load import limits, load  # noqa: PLC0415
 
-        model, tokenizer = load(options.model, options.device, {"dtype": options.dtype})
+        try:
+            model, tokenizer = load(options.model, options.device, {"dtype": options.dtype})
+        except ValueError as error:  # how Transformers says that something is missing
+            raise ConfigError(f"model {options.model}: {error}") from error
     with _told("certifying"):
         engine = KVBoost(model, tokenizer, **dataclasses.asdict(engine_options))
     vocab_size, longest = limits(model)

@@ -56,6 +56,7 @@ class RequestRecord:
     error: str = ""  # OpenAI error type or code, empty if none
     finish_reason: str = ""  # "stop" | "length" | "tool_calls" | "cancelled" | ""
     completions: tuple[Completion, ...] = ()  # several for n > 1
+    num_cut_tokens: int = 0  # of answers that did not come to their end
     traceparent: str = ""  # the W3C header of the request
 
     @property
@@ -78,8 +79,8 @@ class RequestRecord:
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens of all answers."""
-        return sum(len(answer.token_ids) for answer in self.completions)
+        """Tokens of all answers, whole or cut off."""
+        return self.num_cut_tokens + sum(len(answer.token_ids) for answer in self.completions)
 
     @property
     def first_token_s(self) -> list[float]:

@@ -249,8 +249,9 @@ def _without_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
         text, is_tool = str(message["content"]), message["role"] == "tool"
         if is_tool:
             text = f"<tool_response>\n{text}\n</tool_response>"
-        for call in message.get("tool_calls") or ():
-            text = f"{text}\n{_written(call['function'])}".lstrip()
+        calls = [_written(call["function"]) for call in message.get("tool_calls") or ()]
+        if calls:
+            text = "\n".join([text, *calls]).lstrip()
         if is_tool and was_tool:
             plain[-1]["content"] += f"\n{text}"
         else:

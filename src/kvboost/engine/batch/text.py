@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OPEN = "�"  # what tokenizers make of bytes that are no whole character yet
+MOST_OPEN = 64  # tokens; a character has four bytes at most, so these will never be one
 
 
 class TextReader:
@@ -27,7 +28,11 @@ class TextReader:
         self._tokens.append(token)
         known = self._decode(self._from, self._read)
         text = self._decode(self._from, len(self._tokens))
-        if len(text) <= len(known) or text.endswith(OPEN):
+        if text == known:
+            self._tokens.pop()  # it says nothing; many of them would be decoded again and again
+            return ""
+        is_open = text.endswith(OPEN) and len(self._tokens) - self._read < MOST_OPEN
+        if len(text) <= len(known) or is_open:
             return ""
         self._from, self._read = self._read, len(self._tokens)
         return self._up_to_stop(text[len(known) :])

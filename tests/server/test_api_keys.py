@@ -52,7 +52,7 @@ def test_anything_but_a_known_key_is_refused(header: str) -> None:
     [
         ("", "expected tables"),
         ("keys = 5", "expected tables"),
-        ("[[keys]]\ntenant = 'a'", "sha256=''"),
+        ("[[keys]]\ntenant = 'a'", "sha256: expected"),
         (f"[[keys]]\nsha256 = '{DIGEST}'", "tenant is missing"),
         (f"[[keys]]\ntenant = 'a'\nsha256 = '{DIGEST[:-1]}x'", "64 hex digits"),
         (f"[[keys]]\ntenant = 5\nsha256 = '{DIGEST}'", "tenant=5"),
@@ -65,6 +65,18 @@ def test_a_wrong_file_of_keys_is_told(tmp_path: Path, text: str, message: str) -
     (tmp_path / "keys.toml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_keys(str(tmp_path / "keys.toml"))
+
+
+def test_a_wrong_file_of_keys_does_not_spill_a_key(tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").write_text("[[keys]]\ntenant = 'a'\nsha256 = 'kvb-the-key-itself'")
+    with pytest.raises(ConfigError, match="key 1: sha256") as refusal:
+        read_keys(str(tmp_path / "keys.toml"))
+    assert "itself" not in str(refusal.value)
+
+
+def test_tenants_are_those_of_the_keys() -> None:
+    keys = [{"tenant": tenant, "sha256": DIGEST} for tenant in ("b", "a", "b")]
+    assert (KeyRing(keys).tenants, KeyRing().tenants) == (["a", "b"], [""])
 
 
 def test_a_bucket_holds_a_minute_and_fills_evenly() -> None:
