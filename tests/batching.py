@@ -16,11 +16,13 @@ from transformers import PreTrainedModel
 from fakes import WordTokenizer, words
 from kvboost import KVBoost
 from kvboost.core import Sampling, Span
+from kvboost.engine.batch.ticket import Ticket
 from kvboost.engine.prefill import Terms, complete, prefill
 from tiny_models import SUPPORTED, build
 
 ENDLESS = Sampling(max_new_tokens=100_000, ignore_eos=True)
 WAIT_S = 120.0  # for what must come
+NUM_PLACES = 5  # of the engine in tests/batch/conftest.py
 
 
 class Engine(KVBoost):
@@ -72,6 +74,20 @@ def _answer(name: str, prompt: tuple[int, ...], num_new: int) -> list[int]:
         eos_token_id=None,
     )
     return output[0, len(prompt) :].tolist()
+
+
+def answers(tickets: list[Ticket]) -> list[list[int]]:
+    return [list(ticket.result(WAIT_S).token_ids) for ticket in tickets]
+
+
+def running(engine: KVBoost, seed: int = 0, **arguments: Any) -> Ticket:
+    """A request that decodes without end."""
+    begun = threading.Event()
+    ticket = engine.submit(
+        words(30, seed=seed), ENDLESS, listener=lambda _: begun.set(), **arguments
+    )
+    assert begun.wait(WAIT_S)
+    return ticket
 
 
 class Gate:

@@ -1,4 +1,4 @@
-"""Reuse in the batch: shared rows, moved text, tiers, tenants; and always the right answer."""
+"""Reuse in the batch: shared rows, long answers, tenants; and always the right answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,6 +13,7 @@ from batching import (
     ENDLESS,
     WAIT_S,
     alone,
+    answers,
     check_stored_prefixes,
     engine_of,
     gate_of,
@@ -21,13 +21,10 @@ from batching import (
     mixed_prompts,
     wait_until,
 )
-from fakes import FaultyTier, words
+from fakes import words
 from kvboost import KVBoost
 from kvboost.core import MatchKind, Sampling
-from kvboost.engine import prefill
 from kvboost.engine.batch.ticket import Ticket
-from kvboost.errors import DeadlineExceeded
-from kvboost.tiers import urls
 
 pytestmark = pytest.mark.tiny
 
@@ -36,10 +33,6 @@ pytestmark = pytest.mark.tiny
 def engine() -> Iterator[KVBoost]:
     with engine_of(max_batch_size=8) as made:
         yield made
-
-
-def answers(tickets: list[Ticket]) -> list[list[int]]:
-    return [list(ticket.result(WAIT_S).token_ids) for ticket in tickets]
 
 
 def test_requests_that_come_and_go_at_any_time_get_their_own_answers(engine: KVBoost) -> None:
@@ -309,84 +302,6 @@ def test_a_deterministic_engine_answers_bit_by_bit_as_unbatched() -> None:
         assert [ticket.result().cached_tokens for ticket in tickets] == [96, 96, 0]
 
 
-DOCUMENTS = [words(110 + 20 * seed, seed) for seed in range(4)]
-
-
-def about(order: list[int], seed: int) -> list[int]:
-    listed = [token for place in order for token in [7, 8, *DOCUMENTS[place]]]
-    return words(12, 100 + seed) + listed + words(15, 200 + seed)
-
-
-def moving_engine(**options: object) -> KVBoost:
-    settled = {"chunk_size": 32, "reuse": "auto", "quality_budget": 100.0}
-    engine = engine_of(**{**settled, **options})
-    engine._parts.cost.pays = lambda *_: True  # for a model of a few thousand weights nothing pays
-    return engine
-
-
-ORDERS = [([3, 1], 1), ([2, 0], 2), ([1, 2], 3)]
-
-
-def test_moved_text_in_a_batch_is_repaired_as_it_is_alone() -> None:
-    with moving_engine() as engine:
-        engine.generate(about([0, 1, 2, 3], 0), 1)
-        expected = [engine.generate(about(*each), 8, eos_token_id=None) for each in ORDERS]
-    with moving_engine(batch_window_ms=300) as engine:
-        engine.generate(about([0, 1, 2, 3], 0), 1)
-        tickets = [engine.submit(about(*each), greedy(8)) for each in ORDERS]
-        assert answers(tickets) == [result.token_ids for result in expected]
-        for ticket, result in zip(tickets, expected, strict=True):
-            ours, theirs = ticket.result().reuse, result.reuse
-            assert ours.tokens(MatchKind.MOVED) == theirs.tokens(MatchKind.MOVED) > 200
-            assert ours.repaired_tokens == theirs.repaired_tokens > 0
-        engine.flush()
-        assert engine.cache_stats()["audits"] == 3
-        assert check_stored_prefixes(engine) > 0
-
-
-@pytest.mark.parametrize("strategy", ["selective", "cacheblend", "query", "none"])
-def test_every_repair_works_in_a_batch(strategy: str) -> None:
-    with moving_engine(recompute_strategy=strategy, batch_window_ms=100) as engine:
-        engine.generate(about([0, 1, 2, 3], 0), 1)
-        tickets = [engine.submit(about(*each), greedy(3)) for each in ORDERS[:2]]
-        reports = [ticket.result(WAIT_S).reuse for ticket in tickets]
-        assert all(report.tokens(MatchKind.MOVED) > 200 for report in reports)
-        assert all((report.repaired_tokens == 0) == (strategy == "none") for report in reports)
-
-
-def test_repaired_in_full_the_answer_is_a_full_one_though_pieces_are_cut() -> None:
-    with moving_engine(recompute_ratio=1.0) as engine:
-        engine.generate(about([0, 1, 2, 3], 0), 1)
-        heard: list[int] = []
-        decoding = engine.submit(words(20), ENDLESS, listener=lambda _: heard.append(1))
-        wait_until(lambda: len(heard) > 3)
-        tickets = [engine.submit(about(*each), greedy(8)) for each in ORDERS]
-        assert answers(tickets) == [alone(about(*each), 8) for each in ORDERS]
-        assert all(t.result().reuse.tokens(MatchKind.MOVED) > 200 for t in tickets)
-        decoding.cancel()
-
-
-def test_approximations_are_never_shared_nor_stored_as_exact() -> None:
-    """Every mode at once, alike beginnings, answers that are gone on with."""
-    chance = random.Random(8)
-    with moving_engine(max_chunks=80, recompute_strategy="none") as engine:
-        last = tuple(engine.generate(about([0, 1, 2, 3], 0), 1).token_ids)
-        for _ in range(4):
-            tickets = []
-            for number in range(6):
-                order = chance.sample(range(4), chance.randint(1, 3))
-                prompt, mode = about(order, number % 2), chance.choice(["off", "exact", "auto"])
-                if number % 3 == 2:
-                    prompt = [*prompt, *last, *words(6, 300)]
-                tickets.append((prompt, mode, engine.submit(prompt, greedy(4), reuse=mode)))
-            for prompt, mode, ticket in tickets:
-                last = ticket.result(WAIT_S).token_ids
-                if mode != "auto":
-                    assert list(last) == alone(prompt, 4)
-                    assert ticket.result().reuse.tokens(MatchKind.MOVED) == 0
-            assert check_stored_prefixes(engine) > 0
-
-
 def test_fewer_bits_in_the_store_change_nothing_while_rows_are_shared() -> None:
     common = words(200, seed=41)
     prompts = [common + words(6, seed=number) for number in range(4)]
@@ -395,60 +310,3 @@ def test_fewer_bits_in_the_store_change_nothing_while_rows_are_shared() -> None:
         engine.flush()
         again = [engine.submit(prompt, greedy(6)).result(WAIT_S) for prompt in prompts]
         assert all(each.cached_tokens >= 199 for each in again)
-
-
-def test_a_batch_after_a_restart_is_warm_from_disk(tmp_path: Path) -> None:
-    prompts = mixed_prompts(8, seed=9)
-    options = {"disk_cache_dir": str(tmp_path), "tier_deadline_ms": 60_000}
-    for _ in range(2):
-        with engine_of(**options, max_batch_size=3) as engine:
-            tickets = [engine.submit(prompt, greedy(4)) for prompt in prompts]
-            assert answers(tickets) == [alone(prompt, 4) for prompt in prompts]
-            cached = sum(ticket.result().cached_tokens for ticket in tickets)
-            loaded = engine.cache_stats()["loaded_chunks"]
-    assert loaded > 0
-    assert cached >= 0.8 * sum(map(len, prompts))
-
-
-@pytest.fixture
-def below(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyTier]:
-    """A tier that fails on demand, behind the URL redis://, and is waited for on any machine."""
-    tier = FaultyTier()
-    monkeypatch.setattr(prefill, "LEAST_PATIENCE_S", 60.0)
-    monkeypatch.setattr(urls, "_open_shared", lambda url, timeout_s: tier)
-    yield tier
-    tier.thawed.set()
-
-
-def test_who_waits_for_a_slow_tier_holds_up_nobody(below: FaultyTier) -> None:
-    prompt, options = words(100), {"cache_url": "redis://here", "tier_deadline_ms": 60_000}
-    with engine_of(**options) as engine:
-        engine.generate(prompt, 2)
-    with engine_of(**options, max_batch_size=2) as engine:
-        below.fault = "frozen"
-        waiting = engine.submit(prompt, greedy(4))
-        late = engine.submit(prompt, greedy(4), deadline_s=0.05)
-        cancelled = engine.submit(prompt, greedy(4))
-        cancelled.cancel()
-        quick = engine.submit(words(50), greedy(8), reuse="off")
-        assert list(quick.result(WAIT_S).token_ids) == alone(words(50), 8)
-        with pytest.raises(DeadlineExceeded):
-            late.result(WAIT_S)
-        assert not waiting.future.done()
-        below.fault = ""
-        below.thawed.set()
-        answer = waiting.result(WAIT_S)
-        assert (list(answer.token_ids), answer.cached_tokens) == (alone(prompt, 4), 99)
-
-
-@pytest.mark.parametrize("fault", ["down", "corrupted", "lost"])
-def test_a_broken_tier_breaks_no_request_of_a_batch(below: FaultyTier, fault: str) -> None:
-    prompts = mixed_prompts(6, seed=10)
-    options = {"cache_url": "redis://here", "tier_deadline_ms": 100}
-    with engine_of(**options) as engine:
-        for prompt in prompts:
-            engine.generate(prompt, 2)
-    with engine_of(**options) as engine:
-        below.fault = fault
-        tickets = [engine.submit(prompt, greedy(5)) for prompt in prompts]
-        assert answers(tickets) == [alone(prompt, 5) for prompt in prompts]

@@ -6,7 +6,8 @@ import torch
 
 from fakes import GEOMETRY
 from kvboost.core import Span
-from kvboost.models.arena import Arena
+from kvboost.models.arena import SlotArena
+from kvboost.models.pool import SlotPool
 from kvboost.models.rows import Rows
 from kvboost.models.slots import SlotCache
 
@@ -24,7 +25,7 @@ def values(rows: SlotCache | Rows, span: Span) -> set[float]:
 
 
 def test_a_place_is_free_when_its_cache_is_gone_and_holds_nothing_of_it() -> None:
-    arena = Arena(GEOMETRY, CPU)
+    arena = SlotArena(GEOMETRY, CPU)
     first, second = filled(arena.take(8), 8, torch.nan), filled(arena.take(8), 8, 2.0)
     place = first.place
     del first
@@ -34,7 +35,7 @@ def test_a_place_is_free_when_its_cache_is_gone_and_holds_nothing_of_it() -> Non
 
 
 def test_what_places_hold_outlives_growth_and_leaving() -> None:
-    arena = Arena(GEOMETRY, CPU)
+    arena = SlotArena(GEOMETRY, CPU)
     users = [filled(arena.take(8), 8, float(number)) for number in range(5)]
     users[1].make_room(200)
     assert users[4].capacity >= 200
@@ -45,23 +46,29 @@ def test_what_places_hold_outlives_growth_and_leaving() -> None:
 
 
 def test_more_rows_can_be_shared_as_long_as_all_lie_in_one_buffer() -> None:
-    rows, arena = Rows(filled(SlotCache(GEOMETRY, 1000, CPU), 600, 3.0)), Arena(GEOMETRY, CPU)
+    rows, pool = (
+        Rows(filled(SlotCache(GEOMETRY, 1000, CPU), 600, 3.0)),
+        SlotPool(GEOMETRY, 9999, CPU),
+    )
     assert rows.num_shareable == 600
-    early, late = rows.share(128, arena), rows.share(512, arena)
+    early, late = rows.share(128, pool), rows.share(512, pool)
     assert (early.num_rows, late.num_rows, rows.num_shared, rows.length) == (128, 512, 512, 600)
-    assert rows.share(64, arena) is rows.share(64, arena)
+    assert rows.share(64, pool) is rows.share(64, pool)
     assert early.buffers() == late.buffers() == rows.buffers()
     assert values(rows, Span(100, 600)) == {3.0}
     rows.own.make_room(600)
-    assert rows.num_shareable == 512 and rows.share(544, arena) is late
+    assert rows.num_shareable == 512 and rows.share(544, pool) is late
     assert rows.length == 600 and values(rows, Span(0, 600)) == {3.0}
 
 
 def test_what_is_left_as_own_goes_to_the_arena_if_it_will_be_little() -> None:
-    rows, arena = Rows(filled(SlotCache(GEOMETRY, 300, CPU), 260, 3.0)), Arena(GEOMETRY, CPU)
+    rows, pool = (
+        Rows(filled(SlotCache(GEOMETRY, 300, CPU), 260, 3.0)),
+        SlotPool(GEOMETRY, 9999, CPU),
+    )
     rows.exact_stop = 250
-    rows.share(256, arena)
-    assert rows.own.arena is arena and rows.num_shareable == 256
+    rows.share(256, pool)
+    assert rows.own.arena is not None and rows.num_shareable == 256
     assert (rows.length, rows.exact_stop) == (260, 250)
     assert values(rows, Span(0, 260)) == {3.0}
-    assert Rows(arena.take(4), rows.shared).share(128, arena).num_rows == 128
+    assert Rows(pool.cache(4, on_shared=True), rows.shared).share(128, pool).num_rows == 128

@@ -31,6 +31,7 @@ Jobs: TypeAlias = "queue.SimpleQueue[Callable[[], object] | None]"
 
 QUIET_S = 0.5  # without a request, before idle work starts
 OVERDUE_S = 2.0  # without a quiet moment, after which idle work has a step all the same
+OVERDUE_SHARE = 0.02  # of the time that such steps may take
 MOST_BUSY_S = 0.005  # that jobs take before steady work has a step, though more jobs wait
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class Worker:
 
 def _loop(jobs: Jobs, idle: deque[Idle], steady: list[Step], quiet_s: float) -> None:
     patience, due_s, busy_s = quiet_s, None, 0.0
-    rested_at = time.perf_counter()
+    overdue_at = 0.0
     while True:
         job = _next(jobs, due_s if due_s is not None else patience if idle else None)
         if job is None:
@@ -133,10 +134,11 @@ def _loop(jobs: Jobs, idle: deque[Idle], steady: list[Step], quiet_s: float) -> 
         patience = 0.0 if is_quiet else quiet_s
         now = time.perf_counter()
         if not idle:
-            rested_at = now
-        elif is_quiet or now - rested_at > OVERDUE_S:
+            overdue_at = max(overdue_at, now + OVERDUE_S)
+        elif is_quiet or now > overdue_at:
             _step(idle)
-            rested_at = now
+            took_s = time.perf_counter() - now
+            overdue_at = now + max(OVERDUE_S, took_s / OVERDUE_SHARE)
     while due_s is not None:
         time.sleep(due_s)
         due_s = _step_all(steady)

@@ -288,8 +288,8 @@ class Batch:
 
     def _finish(self, member: Member, completion: Completion) -> None:
         self._leave(member)
-        member.ticket.future.set_result(completion)
         try:
+            member.ticket.future.set_result(completion)
             looked_up = member.terms.reuse != "off"
             count(member.request, member.prefilled, self._parts, looked_up=looked_up)
             if looked_up:
