@@ -229,3 +229,11 @@ def test_rules_that_fail_are_one_requests_matter() -> None:
     assert first == Choice(int(logits_of(1).argmax()))
     assert str(error) == "broken grammar"
     assert [last] == chosen([logits_of(3)], [Chooser(rules[2], [])])
+
+
+def test_logprobs_of_what_cannot_come_are_numbers() -> None:
+    bias = dict.fromkeys(range(1, 6), -torch.inf)
+    (choice,) = chosen(
+        [logits_of(3, size=6)], [Chooser(Sampling(top_logprobs=3, logit_bias=bias), [])]
+    )
+    assert choice.token == 0 and [value for _, value in choice.top] == [0.0, -9999.0, -9999.0]
