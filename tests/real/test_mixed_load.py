@@ -21,8 +21,9 @@ def test_mixed_load_is_held(smol: str, tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     soak.add_arguments(parser)
     with kvboost_server(smol, tmp_path / "log", *FLAGS) as server:
-        # Allocators still fill their caches in two minutes: the bound finds thorough leaks only.
-        watch = ["--pid", str(server.process.pid), "--max-growth", "0.3"]
+        # In two minutes the store may still be filling, with 5 % of the whole at most, and
+        # allocators with it: this finds leaks of a megabyte in a few requests, not small ones.
+        watch = ["--pid", str(server.process.pid), "--max-growth", "0.15"]
         row = soak.run(parser.parse_args(["--url", server.url, *load, *watch]))[0]
         assert row["violations"] == []
         assert "Traceback" not in server.log.read_text()

@@ -209,12 +209,12 @@ def test_a_seed_gives_the_same_text_and_another_seed_another(client: OpenAI, mod
 
 def test_penalties_keep_words_from_coming_back(client: OpenAI, model: str) -> None:
     def num_repeated(**given: Any) -> int:
-        logprobs = complete(client, model, prompt="a b a b a b", logprobs=0, max_tokens=40, **given)
+        logprobs = complete(client, model, prompt="a b a b a b", logprobs=0, max_tokens=24, **given)
         tokens = logprobs.choices[0].logprobs.tokens
         return len(tokens) - len(set(tokens))
 
     plain = num_repeated()
-    assert plain > 20
+    assert plain > 12
     assert num_repeated(frequency_penalty=2.0) < plain / 2
     assert num_repeated(presence_penalty=2.0) < plain
     assert num_repeated(extra_body={"repetition_penalty": 1.8}) < plain / 2

@@ -118,7 +118,7 @@ def test_a_schema_holds_whatever_the_model_likes(client: OpenAI) -> None:
             "legs": {"type": "integer", "minimum": 0, "maximum": 9},
             "names": {
                 "type": "array",
-                "items": {"type": "string", "maxLength": 8},
+                "items": {"type": "string", "maxLength": 4},
                 "minItems": 2,
                 "maxItems": 2,
             },
