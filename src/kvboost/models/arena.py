@@ -13,7 +13,7 @@ from kvboost.core import KVGeometry, Span
 from kvboost.models.slots import KeyValue, SlotCache
 
 FIRST_ROWS = ROW_STEP = 16
-PLACE_STEP, GROWTH = 4, 64  # places and rows that are added at once, since all rows are copied
+PLACE_STEP, GROWTH = 2, 64  # places and rows that are added at once, since all rows are copied
 
 Writer: TypeAlias = Callable[[int, KeyValue], None]
 """Called with a layer and one fresh row for each of some caches [1, heads, caches, head_dim]."""
