@@ -109,7 +109,9 @@ def _repeat(body: Body, chance: random.Random) -> None:
     place, key = _somewhere(body, chance)
     value, times = place[key], chance.choice([2, 20, 500])
     if isinstance(value, str | list) and len(json.dumps(value)) * times < LARGEST_BYTES:
-        place[key] = value * times
+        is_text = isinstance(value, str)  # else each a copy, or later changes multiply
+        copies = (copy.deepcopy(each) for _ in range(times) for each in value)
+        place[key] = value * times if is_text else list(copies)
 
 
 CHANGES: tuple[Callable[[Body, random.Random], None], ...] = (
