@@ -46,6 +46,7 @@ def test_loggers_of_others_write_the_same_lines_and_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     logging.getLogger("uvicorn").addHandler(logging.StreamHandler())
+    logging.getLogger("uvicorn.error").setLevel("CRITICAL")
     configure("json")
     for name in ("uvicorn.error", "uvicorn.access", "kvboost.tiers.guarded"):
         logging.getLogger(name).warning("%s says %d", name, 7)

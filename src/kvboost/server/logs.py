@@ -28,6 +28,7 @@ def configure(style: LogStyle = "auto", level: str = "INFO") -> None:
     for name in UVICORN:
         logger = logging.getLogger(name)
         logger.handlers.clear()
+        logger.setLevel(logging.NOTSET)
         logger.propagate = True
 
 
