@@ -1,3 +1,6 @@
+import sys
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,3 +57,30 @@ def test_predictions_are_never_negative(seen: list[tuple[int, float]]) -> None:
     for num_tokens in (1, 100, 100_000):
         predicted = model.predict(Work.of(num_tokens, num_tokens, 0))
         assert predicted is not None and predicted >= 0
+
+
+def test_one_thread_may_ask_while_another_learns() -> None:
+    model, wrong = learned(), list[Exception]()
+    is_over = threading.Event()
+
+    def ask() -> None:
+        try:
+            while not is_over.is_set():
+                model.predict(FRESH[0])
+        except Exception as error:
+            wrong.append(error)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    asking = [threading.Thread(target=ask) for _ in range(3)]
+    try:
+        for thread in asking:
+            thread.start()
+        for _ in range(1500):
+            model.observe(FRESH[1], 1.0)
+    finally:
+        is_over.set()
+        for thread in asking:
+            thread.join()
+        sys.setswitchinterval(interval_s)
+    assert wrong == []

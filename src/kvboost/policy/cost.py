@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from dataclasses import dataclass
 
@@ -37,25 +38,28 @@ class Work:
 class CostModel:
     """Seconds as a sum over a start, rows, pairs and placed rows, fitted to relative error.
 
-    Not thread-safe.
+    Thread-safe: requests that load ask while another one is computed.
     """
 
     def __init__(self) -> None:
         self._seen: deque[tuple[Work, float]] = deque(maxlen=NUM_REMEMBERED)
         self._fitted: npt.NDArray[np.float64] | None = None
+        self._lock = threading.Lock()
 
     def observe(self, work: Work, seconds: float) -> None:
         """Learn from a prefill that took `seconds`."""
-        self._seen.append((work, seconds))
-        self._fitted = None
+        with self._lock:
+            self._seen.append((work, seconds))
+            self._fitted = None
 
     def predict(self, work: Work) -> float | None:
         """Seconds that `work` will take; None before anything was seen."""
-        if not self._seen:
-            return None
-        if self._fitted is None:
-            self._fitted = _fit(self._seen)
-        return float(_features(work) @ self._fitted)
+        with self._lock:
+            if not self._seen:
+                return None
+            if self._fitted is None:
+                self._fitted = _fit(self._seen)
+            return float(_features(work) @ self._fitted)
 
     def pays(self, work: Work, instead_of: Work, gain: float) -> bool:
         """Whether `work` is expected to take less than `gain` of the time of the other."""
