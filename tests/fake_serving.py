@@ -31,7 +31,7 @@ from kvboost.server.plans import Served
 from kvboost.server.serve import DrainingServer
 
 WAIT_S = 20.0
-MODEL = Served("fake", vocab_size=300, context_tokens=1000)
+MODEL = Served("fake", vocab_size=300, context_tokens=1000, most_answers=40)
 
 
 class CharTokenizer:

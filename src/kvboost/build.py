@@ -99,14 +99,14 @@ def build_store(options: Options, geometry: KVGeometry, metrics: Metrics) -> Chu
 def build_pool(options: Options, model: HFModel) -> Pool:
     """The working memory of the batch.
 
-    "auto" is slots on every device (docs/adr/0023-paged-pool.md).
+    "auto" is blocks on CPUs, where they were measured (docs/adr/0023-paged-pool.md).
     """
     geometry, device, size = model.geometry, model.model.device, options.block_size
     num_blocks = options.num_blocks
     if num_blocks is None:
         budget_bytes = max(options.max_cache_bytes, LEAST_WORKING_BYTES)
         num_blocks = budget_bytes // (size * max(1, geometry.bytes_per_token))
-    if options.backend == "paged":
+    if options.backend == "paged" or (options.backend == "auto" and device.type == "cpu"):
         return BlockPool(geometry, 0 if model.refusal else num_blocks, size, device)
     return SlotPool(geometry, num_blocks * size, device)
 

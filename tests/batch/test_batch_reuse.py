@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -19,12 +20,14 @@ from batching import (
     gate_of,
     greedy,
     mixed_prompts,
+    running,
     wait_until,
 )
 from fakes import words
 from kvboost import KVBoost
 from kvboost.core import MatchKind, Sampling
 from kvboost.engine.batch.ticket import Ticket
+from kvboost.engine.warm import PIECE_TOKENS
 
 pytestmark = pytest.mark.tiny
 
@@ -234,6 +237,22 @@ def test_other_calls_between_steps_change_no_answer(engine: KVBoost) -> None:
         assert engine.generate(tokens, 5, eos_token_id=None).token_ids == alone(tokens, 5)
         assert engine.explain(tokens).tokens(MatchKind.EXACT) > 0
     assert answers(tickets) == [alone(prompt, 40) for prompt in prompts]
+
+
+def test_running_answers_go_on_while_a_text_is_warmed(engine: KVBoost) -> None:
+    text = words(10 * PIECE_TOKENS, seed=710)
+    sizes: list[int] = []
+    hook = engine._parts.model.model.register_forward_pre_hook(
+        lambda _, __, given: sizes.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    ticket = running(engine)
+    engine.warm(text)
+    ticket.cancel()
+    hook.remove()
+    places = [place for place, size in enumerate(sizes) if size == PIECE_TOKENS]
+    between = [after - before - 1 for before, after in pairwise(places)]
+    assert len(places) == 10 and min(between) >= 1
+    assert engine.explain(text).tokens(MatchKind.EXACT) == len(text) - 1
 
 
 def test_a_request_that_needs_much_room_is_not_overtaken_for_ever() -> None:

@@ -46,9 +46,17 @@ def all_are_free(engine: CPUPagedEngine) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma3-two-rotations", "gpt_oss-sinks", "deepseek_v3-mla", "llama-dynamic"]
+    ("name", "block_size", "num_blocks"),
+    [
+        ("llama", 7, 90),
+        ("llama", 16, 64),
+        ("llama", 200, 5),
+        ("gemma3-two-rotations", 7, 90),
+        ("gpt_oss-sinks", 7, 90),
+        ("deepseek_v3-mla", 7, 90),
+        ("llama-dynamic", 7, 90),
+    ],
 )
-@pytest.mark.parametrize(("block_size", "num_blocks"), [(16, 64), (7, 90), (200, 5)])
 def test_answers_from_blocks_are_the_answers_alone(
     name: str, block_size: int, num_blocks: int
 ) -> None:
@@ -59,6 +67,16 @@ def test_answers_from_blocks_are_the_answers_alone(
             tickets = [engine.submit(prompt, GREEDY) for prompt in prompts]
             assert [list(ticket.result(60).token_ids) for ticket in tickets] == wanted
         assert all_are_free(engine)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss-sinks"])
+def test_answers_from_buffers_of_their_own_are_the_answers_alone(name: str) -> None:
+    prompts = mixed_prompts(24)
+    model = build(*SUPPORTED[name])
+    with KVBoost(model, WordTokenizer(), chunk_size=16, backend="slots") as engine:
+        tickets = [engine.submit(prompt, GREEDY) for prompt in prompts]
+        answers = [list(ticket.result(60).token_ids) for ticket in tickets]
+    assert answers == alone(name, prompts)
 
 
 def moved_answers(strategy: str, memory: str) -> list[tuple[int, ...]]:

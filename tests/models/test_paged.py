@@ -19,8 +19,7 @@ from hypothesis.stateful import (
 from fakes import GEOMETRY
 from kvboost.core import Span
 from kvboost.errors import KVBoostError
-from kvboost.models.arena import Arena, SlotArena
-from kvboost.models.paged import BlockPool
+from kvboost.models.paged import BlockPool, PagedCache
 from kvboost.models.rows import Rows
 from kvboost.models.slots import RowCache, SlotCache
 
@@ -57,11 +56,11 @@ def row_of(place: int, seed: int) -> list[torch.Tensor]:
     return [part[:, :, place : place + 1] for part in numbers(50, seed)]
 
 
-def append_one_each(caches: list[RowCache], arena: Arena, seed: int) -> None:
+def append_one_each(caches: list[PagedCache], seed: int) -> None:
     """What a step does for requests with few rows."""
     for cache in caches:
         cache.make_room(cache.length + 1)
-    write = arena.writer(caches)
+    write = caches[0].pool.writer(caches)
     planes = {
         plane: part[place][None, :, : len(caches)]
         for group, part in zip(GEOMETRY.groups, numbers(50, seed), strict=True)
@@ -107,7 +106,7 @@ class Request:
 
     @property
     def blocks(self) -> list[int]:
-        shared = [] if self.rows.shared is None else self.rows.shared._slots._blocks
+        shared = [] if self.rows.shared is None else self.rows.shared.slots._blocks
         return [*shared, *self.rows.own._blocks]
 
 
@@ -146,7 +145,7 @@ class Traffic(RuleBasedStateMachine):
         longest = min(owner.rows.length, most - 1)
         if longest == 0 or not self._may_join(most):
             return multiple()
-        shared = owner.rows.share(data.draw(st.integers(1, longest)), self.pool)
+        shared = owner.rows.share(data.draw(st.integers(1, longest)))
         given = data.draw(st.integers(0, most - shared.num_rows))
         return self._join(Rows(self.pool.cache(given), shared), most)
 
@@ -166,7 +165,7 @@ class Traffic(RuleBasedStateMachine):
     def append_together(self) -> None:
         growing = [each for each in self.running if each.rows.length < each.most]
         if growing:
-            append_one_each([each.rows.own for each in growing], self.pool, self._next_seed())
+            append_one_each([each.rows.own for each in growing], self._next_seed())
             for place, request in enumerate(growing):
                 compute(request.plain, row_of(place, self.seed))
 
@@ -260,7 +259,7 @@ def test_a_partly_shared_block_is_copied_when_its_owner_goes_on() -> None:
     pool = pool_of(8, 4)
     owner = Rows(pool.cache(12))
     owner.write(Span(0, 7), numbers(7, 1))
-    reader = Rows(pool.cache(2), owner.share(6, pool))
+    reader = Rows(pool.cache(2), owner.share(6))
     before = [part.clone() for part in reader.read(Span(0, 6))]
     assert pool.stats()["copied_blocks"] == 0
     owner.write(Span(7, 8), numbers(1, 2))
@@ -281,7 +280,7 @@ def test_a_request_waits_until_there_is_room_for_the_copy_of_a_shared_block(
     owner.write(Span(0, 3), numbers(3, 1))
     assert pool.fits([(owner, 4)], 8) is fits
     if fits:
-        reader = Rows(pool.cache(0), owner.share(3, pool))
+        reader = Rows(pool.cache(0), owner.share(3))
         reader.write(Span(3, 8), numbers(5, 2))
         owner.write(Span(3, 4), numbers(1, 3))
         assert pool.stats()["free_blocks"] == 0
@@ -291,7 +290,7 @@ def test_rows_after_shared_ones_may_need_a_block_more_than_their_number_says() -
     pool = pool_of(6, 4)
     owner = Rows(pool.cache(6))
     owner.write(Span(0, 6), numbers(6, 1))
-    reader = Rows(pool.cache(1), owner.share(6, pool))
+    reader = Rows(pool.cache(1), owner.share(6))
     members = [(owner, 9), (reader, 7)]  # 2 shared, 2 for three rows of the owner, 1 (at most 2)
     assert not pool.fits(members[:1], 5)
     assert pool.fits(members[:1], 4)
@@ -302,7 +301,7 @@ def test_a_partly_shared_block_is_copied_when_rows_in_it_are_computed_again() ->
     pool = pool_of(8, 4)
     owner = Rows(pool.cache(12))
     owner.write(Span(0, 11), numbers(11, 1))
-    owner.share(6, pool)
+    owner.share(6)
     compute(owner.own, numbers(1, 2))
     assert pool.stats()["copied_blocks"] == 0
     owner.own.scatter([0])
@@ -314,7 +313,7 @@ def test_no_block_is_copied_where_sharing_ends_at_its_border() -> None:
     pool = pool_of(8, 4)
     owner = Rows(pool.cache(12))
     owner.write(Span(0, 9), numbers(9, 1))
-    Rows(pool.cache(2), owner.share(8, pool))
+    Rows(pool.cache(2), owner.share(8))
     owner.write(Span(9, 12), numbers(3, 2))
     assert pool.stats()["copied_blocks"] == 0
 
@@ -327,23 +326,22 @@ def test_blocks_come_without_what_was_in_them() -> None:
     assert all(bool((part == 0).all()) for part in pool.cache(8).read(Span(0, 8)))
 
 
-@pytest.mark.parametrize("kind", ["slots", "blocks", "pieces"])
+@pytest.mark.parametrize("kind", ["blocks", "pieces"])
 def test_few_rows_of_several_are_written_and_read_together(kind: str) -> None:
     pool = pool_of(40, 3)
     if kind == "pieces":  # no two free blocks follow one another
         pool.hold(range(0, 40, 2))
-    arena: Arena = SlotArena(GEOMETRY, CPU) if kind == "slots" else pool
-    caches: list[RowCache] = []
+    caches = []
     for seed, length in enumerate([2, 7, 0, 4]):
-        caches.append(arena.take(7) if isinstance(arena, SlotArena) else pool.cache(7))
+        caches.append(pool.cache(7))
         caches[-1].write(Span(0, length), numbers(length, seed))
     chosen = [caches[place] for place in (0, 1, 3)]
     before = [[part.clone() for part in cache.read(Span(0, cache.length))] for cache in chosen]
-    append_one_each(chosen, arena, 9)
+    append_one_each(chosen, 9)
     for place, (cache, rows) in enumerate(zip(chosen, before, strict=True)):
         wanted = [torch.cat(pair, 2) for pair in zip(rows, row_of(place, 9), strict=True)]
         assert same(cache.read(Span(0, cache.length)), wanted)
-    read = arena.reader(chosen, 8)
+    read = pool.reader(chosen, 8)
     for layer in range(GEOMETRY.num_layers):
         for place, cache in enumerate(chosen):
             rows = cache.layer_rows(layer, cache.length)
@@ -351,4 +349,4 @@ def test_few_rows_of_several_are_written_and_read_together(kind: str) -> None:
                 assert all_rows.shape[2] == 8
                 assert torch.equal(all_rows[place : place + 1, :, : cache.length], own)
                 assert bool(all_rows.isfinite().all())
-    assert (kind == "pieces") == any(getattr(cache, "_first", 0) is None for cache in caches)
+    assert (kind == "pieces") == any(cache._first is None for cache in caches)

@@ -98,8 +98,8 @@ def test_sequences_in_one_row_are_as_alone(name: str, memory: str) -> None:
     packed = Packed(name, memory)
     first, apart = (Rows(packed.pool.cache(8)) for _ in range(2))
     packed.step((FIRST, first, range(50)), (APART, apart, SCATTERED))
-    shared = first.share(NUM_ALIKE, packed.pool)
-    second = Rows(packed.pool.cache(4, on_shared=True), shared)
+    shared = first.share(NUM_ALIKE)
+    second = Rows(packed.pool.cache(4), shared)
     third = Rows(packed.pool.cache(4), shared)
     packed.step(
         (FIRST, first, range(50, 51)),
@@ -114,21 +114,21 @@ def test_sequences_in_one_row_are_as_alone(name: str, memory: str) -> None:
     packed.step((FIRST, first, range(90, 91)), (SECOND, second, range(74, 75)))
 
 
-@MEMORY
+@pytest.mark.parametrize("memory", ["blocks", "pieces"])
 def test_requests_with_few_rows_of_their_own_are_computed_together(memory: str) -> None:
     packed = Packed("llama", memory)
     prompts = [FIRST[:NUM_ALIKE] + sequence(seed, 300) for seed in range(10, 16)]
     first = Rows(packed.pool.cache(8))
     packed.step((prompts[0], first, range(NUM_ALIKE + 3)))
-    shared = first.share(NUM_ALIKE, packed.pool)
+    shared = first.share(NUM_ALIKE)
     rows = [first]
-    rows += [Rows(packed.pool.cache(4, on_shared=True), shared) for _ in prompts[1:]]
+    rows += [Rows(packed.pool.cache(4), shared) for _ in prompts[1:]]
     for number in range(1, 6):
         packed.step((prompts[number], rows[number], range(NUM_ALIKE, NUM_ALIKE + 2 * number)))
     for step in range(330):
         if step == 100:
             rows[2].close()
-            rows[2] = Rows(packed.pool.cache(4, on_shared=True), shared)  # another in its stead
+            rows[2] = Rows(packed.pool.cache(4), shared)  # another in its stead
             packed.step((prompts[2], rows[2], range(NUM_ALIKE, NUM_ALIKE + 7)))
         taking = [n for n in range(6) if step % 7 != n and rows[n].length < 339]
         packed.step(
@@ -136,4 +136,4 @@ def test_requests_with_few_rows_of_their_own_are_computed_together(memory: str) 
         )
     next_ones = [Segment(each, [5], range(each.length, each.length + 1)) for each in rows]
     stayed = [each.is_small for each in next_ones]
-    assert stayed == [False, False, True, False, False, False], "the others outgrew their places"
+    assert stayed == [False, False, True, False, False, False], "the others have grown"

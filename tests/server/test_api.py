@@ -520,6 +520,12 @@ def test_a_full_queue_is_503_and_nothing_is_left_of_the_request(
     assert all(ticket.is_cancelled for ticket in stand.engine.tickets)
 
 
+def test_more_answers_than_ever_fit_are_refused_for_good(client: TestClient) -> None:
+    reply = client.post("/v1/completions", json={"prompt": ["a"] * 3, "n": 15})
+    assert reply.status_code == 400
+    assert "45 answers at once: there is room for 40" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_deadline_is_504_as_long_as_nothing_was_sent(is_stream: bool) -> None:
     stand = Stand(request_deadline_s=0.01)

@@ -8,14 +8,20 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("command", [["serve", "--model", "m"], ["keys", "new", "--tenant", "a"]])
-def test_the_command_names_the_extra_that_is_missing(command: list[str]) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        "from kvboost.cli.main import main; sys.exit(main(['serve', '--model', 'm']))",
+        "from kvboost.cli.main import main; sys.exit(main(['keys', 'new', '--tenant', 'a']))",
+        "from kvboost.server.__main__ import main; sys.exit(main())",
+    ],
+)
+def test_the_command_names_the_extra_that_is_missing(call: str) -> None:
     missing = dict.fromkeys(["fastapi", "pydantic", "starlette", "uvicorn"])
     program = f"""
 import sys
 sys.modules |= {missing}
-from kvboost.cli.main import main
-sys.exit(main({command}))
+{call}
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1

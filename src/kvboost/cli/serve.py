@@ -6,11 +6,10 @@ import argparse
 from typing import TYPE_CHECKING
 
 from kvboost.errors import KVBoostError
+from kvboost.server import HINT
 
 if TYPE_CHECKING:
     from kvboost.cli.main import Commands
-
-HINT = "the server needs `pip install 'kvboost[server]'`"
 
 
 def add_parser(commands: Commands) -> None:

@@ -49,7 +49,7 @@ class Contents:
         return self._worker.call(partial(pin, tokens, self._parts, tenant=tenant, ttl_s=ttl_s))
 
     def delete(self, tokens: list[int] | None, *, tenant: str) -> int:
-        """Forget the stored chunks of a text, or of the tenant; how many. Pinned ones stay."""
+        """Forget the stored chunks of a text, or of the tenant; how many. Pinned ones too."""
         if tokens is not None:
             return self._worker.call(partial(self._forget_text, tokens, tenant))
         index = self._parts.store.index
@@ -63,6 +63,7 @@ class Contents:
 
     def _forget(self, keys: list[FrameKey]) -> int:
         store = self._parts.store
+        store.tiers.memory.unpin(keys)
         gone = [key for key in keys if store.tiers.discard(key)]
         for key in gone:
             store.index.remove(key)

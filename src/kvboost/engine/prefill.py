@@ -6,13 +6,13 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from kvboost.build import Parts
 from kvboost.core import Chunk, ChunkKeys, Match, MatchKind, Namespace, ReuseMode, ReusePlan, Span
-from kvboost.models.probe import Probe, context_sensitivity
+from kvboost.models.probe import Probe
 from kvboost.models.rows import Rows
 from kvboost.models.slots import SlotCache
 from kvboost.policy.cost import MOVED_GAIN, Work
@@ -22,9 +22,6 @@ from kvboost.reuse.lookup import LEAST_MOVED_TOKENS, find, find_moved
 from kvboost.reuse.place import assemble
 from kvboost.reuse.run import forward
 from kvboost.reuse.store import commit, commit_approximate
-
-if TYPE_CHECKING:
-    import torch
 
 S = TypeVar("S", bound=SlotCache | Rows)
 """Where the K/V of a request lies: in a buffer of its own, or partly in one that others read."""
@@ -208,12 +205,6 @@ def work_of(plan: ReusePlan, parts: Parts, terms: Terms) -> Work:
     return Work.of(plan.num_tokens, num_rows, plan.num_reused)
 
 
-def complete(prefilled: Prefilled[SlotCache], tokens: Sequence[int], parts: Parts) -> torch.Tensor:
-    """Compute what is pending; the logits after the last token [1, vocabulary]."""
-    rest = [tokens[position] for position in prefilled.pending]
-    return parts.model.forward(prefilled.slots, rest, prefilled.pending)
-
-
 def keep(
     prefilled: Prefilled[S],
     tokens: Sequence[int],
@@ -242,26 +233,6 @@ def keep(
             space = space_of(tenant, parts)
             names = [content_key(chunk.tokens, space) for chunk in chunks]
             commit_approximate(slots, chunks, names, space, parts.store)
-
-
-def warm_up(text: list[int], parts: Parts, *, before: list[int], tenant: str) -> int:
-    """Compute and store what the store lacks of `text` behind `before`; how many of it."""
-    tokens = before + text
-    if parts.model.refusal or parts.model.is_alone(len(tokens)):
-        return 0
-    bring(tokens, parts, Terms("exact", tenant))
-    prefilled = prefill(tokens, parts, Terms("exact", tenant), capacity=len(tokens))
-    complete(prefilled, tokens, parts)
-    parts.cost.observe(prefilled.work, time.perf_counter() - prefilled.started_at)
-    size = parts.piece_tokens or 1
-    whole = tokens[: len(tokens) // size * size]
-    if whole:
-        known = b""
-        if before and parts.options.recompute_strategy == "sensitivity":
-            known = context_sensitivity(parts.model, prefilled.slots, whole, len(before))
-        keep(prefilled, whole, parts, tenant=tenant, sensitivities=known)
-    parts.model.recycle(prefilled.slots)
-    return len(tokens) - max(len(before), prefilled.plan.num_reused)
 
 
 def pin(tokens: list[int], parts: Parts, *, tenant: str, ttl_s: float | None) -> int:

@@ -11,9 +11,10 @@ import torch
 from kvboost.build import Parts
 from kvboost.config import EXACT_BITS
 from kvboost.core import MatchKind, ReusePlan
-from kvboost.engine.prefill import Terms, prefill, warm_up
+from kvboost.engine.prefill import Terms, prefill
 from kvboost.engine.results import CorrectnessReport, PromptCheck
 from kvboost.engine.texts import tokens_of
+from kvboost.engine.warm import warm_up
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def verify(
     """
     checks = []
     for tokens, expected in zip(prompts, answers, strict=True):
-        warm_up(tokens, parts, before=[], tenant="")
+        _store(tokens, parts, tenant="")
         fresh, _ = answer_logits(tokens, expected, parts, Terms("off"))
         reused, plan = answer_logits(tokens, expected, parts, Terms("exact"))
         checks.append(compare(fresh, reused, len(tokens), plan.num_reused))
@@ -104,8 +105,13 @@ def verify_moved(
         if any(match.kind is MatchKind.MOVED for match in plan.matches):
             fresh, _ = answer_logits(tokens, expected, parts, Terms("off"))
             checks.append(compare(fresh, reused, len(tokens), plan.num_reused))
-        warm_up(tokens, parts, before=[], tenant=tenant)
+        _store(tokens, parts, tenant=tenant)
     return _within_budget(checks, parts)
+
+
+def _store(tokens: list[int], parts: Parts, *, tenant: str) -> None:
+    for _ in warm_up(tokens, parts, before=[], tenant=tenant):
+        pass
 
 
 def _within_budget(checks: Sequence[PromptCheck], parts: Parts) -> CorrectnessReport:

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from kvboost.core import KVGeometry, PlaneGroup, Rotation, Span
 from kvboost.errors import UnsupportedModel
 from kvboost.models.packed import Segment, keep_logits, run_packed
-from kvboost.models.pool import SlotPool
+from kvboost.models.paged import BlockPool
 from kvboost.models.rows import Rows
 from kvboost.models.slots import SlotCache
 from kvboost.rope import rotate
@@ -119,12 +119,12 @@ def packs(model: PreTrainedModel, geometry: KVGeometry, native: torch.Tensor) ->
     Not so for models that change K/V between cache and attention.
     """
     tokens = probe_tokens(model).tolist()
-    pool = SlotPool(geometry, 2 * len(tokens), model.device)
+    pool = BlockPool(geometry, len(tokens), 3, model.device)
     first, second = (Rows(pool.cache(len(tokens))) for _ in range(2))
     try:
         for step in range(3):
             if step == 2:
-                second = Rows(pool.cache(len(tokens)), first.share(32, pool))
+                second = Rows(pool.cache(len(tokens)), first.share(32))
             starts = ((0, 0), (40, 40), (64, 32))[step]
             stops = ((40, 40), (64, 63), (65, 96))[step]
             segments = [

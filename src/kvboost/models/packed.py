@@ -12,18 +12,21 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvboost.models import cascade
+from kvboost.models.paged import PagedCache
 from kvboost.models.rows import Rows, SharedRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvboost.core import KVGeometry
+
+MOST_SMALL_ROWS = 256  # with more, attention to them dominates and nothing is gained
 
 MaskOne = Callable[[int, int, "int | torch.Tensor"], "torch.Tensor | None"]
 """(queries, keys, offset of the queries) -> the mask of one sequence."""
@@ -53,9 +56,9 @@ class Segment:
 
     @property
     def is_small(self) -> bool:
-        """Whether it is one token of a request with few own rows, in an arena."""
+        """Whether it is one token of a request with few own rows, in a pool of blocks."""
         own = self.rows.own
-        is_few = own.arena is not None and own.length < own.arena.most_rows
+        is_few = isinstance(own, PagedCache) and own.length < MOST_SMALL_ROWS
         return is_few and len(self.tokens) == 1 and self.is_appended
 
     def own(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,9 +79,8 @@ class SmallRows:
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
-        owns = [segment.rows.own for segment in segments]
-        assert owns[0].arena is not None
-        self._put = owns[0].arena.writer(owns)
+        owns = _paged(segments)
+        self._put = owns[0].pool.writer(owns)
         starts = [segment.start for segment in segments]
         self._columns = torch.tensor(starts, device=owns[0].device)
 
@@ -146,7 +148,7 @@ class PackedCache(Cache):
                 own.scatter([place - shift for place in segment.positions])
             segment.num_visible = own.visible_after(len(segment.tokens))
             own.make_room(segment.num_visible)
-        # Who shares rows stands together, and among them the small ones in the arena's order.
+        # Who shares rows stands together, and among them the small ones.
         self.segments = sorted(segments, key=_order)
         start = 0
         for segment in self.segments:
@@ -189,13 +191,12 @@ class SharedRun:
 
 
 class SmallAttention:
-    """One token of each request on its own rows in the arena, in one kernel."""
+    """One token of each request on its own rows, in one kernel."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        owns = [segment.rows.own for segment in segments]
-        assert owns[0].arena is not None
+        owns = _paged(segments)
         lengths = [segment.num_visible for segment in segments]
-        self._read = owns[0].arena.reader(owns, max(lengths))
+        self._read = owns[0].pool.reader(owns, max(lengths))
         device, dtype = owns[0].device, owns[0].dtype
         ends = torch.tensor(lengths, device=device)[:, None]
         is_hidden = torch.arange(max(lengths), device=device) >= ends
@@ -275,5 +276,9 @@ def keep_logits(model: PreTrainedModel, wanted: int | torch.Tensor) -> dict[str,
     return {"logits_to_keep": wanted} if has_it else {}
 
 
-def _order(segment: Segment) -> tuple[int, bool, int]:
-    return id(segment.rows.shared), not segment.is_small, segment.rows.own.place
+def _order(segment: Segment) -> tuple[int, bool]:
+    return id(segment.rows.shared), not segment.is_small
+
+
+def _paged(segments: Sequence[Segment]) -> list[PagedCache]:
+    return cast("list[PagedCache]", [segment.rows.own for segment in segments])

@@ -8,9 +8,9 @@ cache; otherwise they are gathered for each use.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,15 +18,20 @@ import torch.nn.functional as F
 
 from kvboost.core import KVGeometry, Span
 from kvboost.errors import KVBoostError
-from kvboost.models.arena import Arena, Reader, Writer
 from kvboost.models.pool import Pool
 from kvboost.models.slots import KeyValue, RowCache
 
 if TYPE_CHECKING:
     from kvboost.codecs.base import KV
 
+Writer: TypeAlias = Callable[[int, KeyValue], None]
+"""Called with a layer and one fresh row for each of some caches [1, heads, caches, head_dim]."""
 
-class BlockPool(Pool, Arena):
+Reader: TypeAlias = Callable[[int], KeyValue]
+"""Gives K and V of a layer of some caches, each [caches, heads, rows, head_dim]."""
+
+
+class BlockPool(Pool):
     """Blocks of rows and how many caches hold each. Not thread-safe but for `stats`."""
 
     def __init__(
@@ -52,7 +57,7 @@ class BlockPool(Pool, Arena):
             plane // 2: (planes[plane], planes[plane + 1]) for plane in planes if plane % 2 == 0
         }
 
-    def cache(self, num_rows: int, *, on_shared: bool = False) -> PagedCache:
+    def cache(self, num_rows: int) -> PagedCache:
         """An empty cache with room for so many rows, and for more as long as there are blocks."""
         return PagedCache(self, self.take(-(-num_rows // self.block_size)))
 
@@ -99,7 +104,7 @@ class BlockPool(Pool, Arena):
         return copy
 
     def writer(self, caches: Sequence[PagedCache]) -> Writer:
-        """What puts one fresh row behind those that each cache has."""
+        """What puts one fresh row behind those that each cache has, where room was made."""
         places = torch.cat([cache.places(cache.length, cache.length + 1) for cache in caches])
 
         def write(layer: int, fresh: KeyValue) -> None:
@@ -109,7 +114,7 @@ class BlockPool(Pool, Arena):
         return write
 
     def reader(self, caches: Sequence[PagedCache], num_rows: int) -> Reader:
-        """What gives the first rows of each cache, wherever they lie."""
+        """What gives the first rows of each cache; zeros where it has fewer."""
         shape = (len(caches), num_rows)
         places = torch.cat([cache.places(0, num_rows) for cache in caches])
 
@@ -155,12 +160,9 @@ class BlockPool(Pool, Arena):
 class PagedCache(RowCache):
     """Rows of one sequence in blocks of a pool; the first may begin in the middle of a block."""
 
-    lies_behind = False
-
     def __init__(self, pool: BlockPool, blocks: list[int], offset: int = 0) -> None:
         super().__init__(pool.geometry, pool.device)
-        self._pool, self._blocks, self._offset = pool, blocks, offset
-        self.arena = pool
+        self.pool, self._blocks, self._offset = pool, blocks, offset
         self._may_share = offset > 0  # the first block, with what lies before it
         self._note_places()
 
@@ -170,7 +172,7 @@ class PagedCache(RowCache):
 
     def layer_rows(self, layer: int, num_rows: int) -> KeyValue:
         """The first rows of a layer: views where its blocks follow one another, else copies."""
-        key, value = self._pool.layers[layer]
+        key, value = self.pool.layers[layer]
         if self._first is not None:
             rows = slice(self._first, self._first + num_rows)
             return key[:, :, rows], value[:, :, rows]
@@ -180,7 +182,7 @@ class PagedCache(RowCache):
     def put(self, layer: int, first: int, fresh: KeyValue) -> None:
         """Write rows of a layer from `first` on, where room was made."""
         stop = first + fresh[0].shape[2]
-        for plane, rows in zip(self._pool.layers[layer], fresh, strict=True):
+        for plane, rows in zip(self.pool.layers[layer], fresh, strict=True):
             if self._first is not None:
                 plane[:, :, self._first + first : self._first + stop].copy_(rows)
             else:
@@ -190,7 +192,7 @@ class PagedCache(RowCache):
         """Copy the first `len(span)` tokens of `kv` to the rows of `span`."""
         self._make_room(span.start, span.stop)
         self.length = max(self.length, span.stop)
-        for buffer, source in zip(self._pool.buffers, kv, strict=True):
+        for buffer, source in zip(self.pool.buffers, kv, strict=True):
             rows = source[:, :, : len(span)]
             if self._first is not None:
                 self._view(buffer, span).copy_(rows)
@@ -200,47 +202,57 @@ class PagedCache(RowCache):
     def read(self, span: Span) -> KV:
         """The rows of `span`: views where its blocks follow one another, else copies."""
         if self._first is not None:
-            return [self._view(buffer, span) for buffer in self._pool.buffers]
+            return [self._view(buffer, span) for buffer in self.pool.buffers]
         places = self._places[span.start : span.stop]
-        return [buffer[:, 0].index_select(2, places) for buffer in self._pool.buffers]
+        return [buffer[:, 0].index_select(2, places) for buffer in self.pool.buffers]
 
     def head(self, num_rows: int) -> PagedCache:
         """The first rows, in the same blocks; whoever uses it must `hold` them."""
-        num_blocks = -(-(self._offset + num_rows) // self._pool.block_size)
-        first = PagedCache(self._pool, self._blocks[:num_blocks], self._offset)
+        num_blocks = -(-(self._offset + num_rows) // self.pool.block_size)
+        first = PagedCache(self.pool, self._blocks[:num_blocks], self._offset)
         first.length = num_rows
         return first
 
     def tail(self, num_before: int) -> PagedCache:
         """All rows from `num_before` on; releases the blocks before them and holds the others."""
-        num_blocks, offset = divmod(self._offset + num_before, self._pool.block_size)
-        rest = PagedCache(self._pool, self._blocks[num_blocks:], offset)
+        num_blocks, offset = divmod(self._offset + num_before, self.pool.block_size)
+        rest = PagedCache(self.pool, self._blocks[num_blocks:], offset)
         rest.length, rest.exact_stop = self.length - num_before, self.exact_stop - num_before
-        self._pool.release(self._blocks[:num_blocks])
+        self.pool.release(self._blocks[:num_blocks])
         self._blocks = []
         return rest
 
+    def follows(self, before: RowCache) -> bool:
+        """Whether its first row stands at the place in its block that comes after `before`."""
+        return self._offset == before.length % self.pool.block_size
+
+    def whole(self, before: RowCache) -> PagedCache:
+        """The blocks of both; where one is in both, or we have a copy of it, ours."""
+        assert isinstance(before, PagedCache)
+        first = before._blocks[: before.length // self.pool.block_size]  # noqa: SLF001
+        return PagedCache(self.pool, first + self._blocks)
+
     def buffers(self) -> dict[int, tuple[int, int]]:
         """Bytes and rows of each of its blocks, by the block's number."""
-        size = self._pool.block_size
+        size = self.pool.block_size
         return dict.fromkeys(self._blocks, (size * self._geometry.bytes_per_token, size))
 
     def hold(self) -> None:
         """Keep its blocks until one more `release`."""
-        self._pool.hold(self._blocks)
+        self.pool.hold(self._blocks)
 
     def release(self) -> None:
         """Give its blocks back once; they are free when nobody else holds them."""
-        self._pool.release(self._blocks)
+        self.pool.release(self._blocks)
 
     def places(self, first: int, stop: int) -> torch.Tensor:
         """Which rows of the pool its rows are; the blank one where it has none."""
         own = self._places[first:stop]
-        return F.pad(own, (0, stop - first - len(own)), value=self._pool.blank)
+        return F.pad(own, (0, stop - first - len(own)), value=self.pool.blank)
 
     def _note_places(self) -> None:
         """Find out which rows of the pool are ours, in order, and whether they are one view."""
-        blocks, size = self._blocks, self._pool.block_size
+        blocks, size = self._blocks, self.pool.block_size
         self.capacity = len(blocks) * size - self._offset
         follow = all(b == a + 1 for a, b in pairwise(blocks))
         self._first = (blocks[0] * size if blocks else 0) + self._offset if follow else None
@@ -250,11 +262,11 @@ class PagedCache(RowCache):
     def _make_room(self, first: int, stop: int) -> None:
         """Let the rows from `first` to `stop` be written."""
         if stop > self.capacity:
-            count = -(-(stop - self.capacity) // self._pool.block_size)
-            self._blocks += self._pool.take(count, after=self._blocks[-1] if self._blocks else -1)
+            count = -(-(stop - self.capacity) // self.pool.block_size)
+            self._blocks += self.pool.take(count, after=self._blocks[-1] if self._blocks else -1)
             self._note_places()
-        if self._may_share and first + self._offset < self._pool.block_size:
-            self._blocks[0] = self._pool.unshared(self._blocks[0])
+        if self._may_share and first + self._offset < self.pool.block_size:
+            self._blocks[0] = self.pool.unshared(self._blocks[0])
             self._may_share = False
             self._note_places()
 

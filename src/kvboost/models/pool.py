@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvboost.core import KVGeometry, Span
-from kvboost.models.arena import SlotArena
+from kvboost.core import KVGeometry
 from kvboost.models.slots import RowCache, SlotCache
 
 if TYPE_CHECKING:
@@ -30,15 +28,8 @@ class Pool(ABC):
         return self.num_blocks * self.block_size
 
     @abstractmethod
-    def cache(self, num_rows: int, *, on_shared: bool = False) -> RowCache:
-        """An empty cache with room for so many rows, and for more as long as the pool has it.
-
-        `on_shared`: the sequence has others before them, which it shares.
-        """
-
-    def behind_shared(self, rest: RowCache) -> RowCache:
-        """Where the rows after those that are shared from now on shall lie: here, or elsewhere."""
-        return rest
+    def cache(self, num_rows: int) -> RowCache:
+        """An empty cache with room for so many rows, and for more as long as the pool has it."""
 
     def fits(self, running: Iterable[tuple[Rows, int]], num_tokens: int) -> bool:
         """Whether one more sequence has room beside others, whatever they come to.
@@ -54,29 +45,12 @@ class Pool(ABC):
 
 
 class SlotPool(Pool):
-    """A buffer for each sequence, and an arena for those that share most of their rows."""
+    """A buffer for each sequence."""
 
     def __init__(self, geometry: KVGeometry, num_tokens: int, device: torch.device) -> None:
         super().__init__(geometry, num_tokens, 1)
         self._device = device
 
-    @cached_property
-    def _arena(self) -> SlotArena:
-        return SlotArena(self.geometry, self._device)
-
-    def cache(self, num_rows: int, *, on_shared: bool = False) -> SlotCache:
+    def cache(self, num_rows: int) -> SlotCache:
         """An empty cache with room for so many rows; it grows by moving."""
-        if on_shared and num_rows <= SlotArena.most_rows:
-            return self._arena.take(num_rows)
         return SlotCache(self.geometry, num_rows, self._device)
-
-    def behind_shared(self, rest: RowCache) -> RowCache:
-        """If little room is left, the rows go to the arena."""
-        if rest.capacity > SlotArena.most_rows:
-            return rest
-        own = self._arena.take(rest.length + 1)
-        own.exact_stop = rest.exact_stop
-        if rest.length:
-            span = Span(0, rest.length)
-            own.write(span, rest.read(span))
-        return own

@@ -133,19 +133,19 @@ def _attention_received(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return received
 
 
-def context_sensitivity(
-    model: HFModel, slots: RowCache, tokens: Sequence[int], start: int
-) -> bytes:
+def reordered(tokens: Sequence[int], start: int) -> list[int]:
+    """The same tokens, those before `start` in another order."""
+    half = start // 2
+    return [*tokens[half:start], *tokens[:half], *tokens[start:]]
+
+
+def context_sensitivity(slots: RowCache, other: RowCache, start: int) -> bytes:
     """A byte for each token: how much its K/V changes when what stands before `start` changes.
 
-    `slots` holds the rows of `tokens`. The text from `start` on is encoded once more behind the
-    same tokens in another order, so that its positions stay the same. 0 before `start`.
+    Both hold the same tokens, `other` those before `start` `reordered`, so that the positions of
+    all others are the same. 0 before `start`.
     """
-    half = start // 2
-    other = model.fresh_slots(len(tokens))
-    changed = [*tokens[half:start], *tokens[:half], *tokens[start:]]
-    model.forward(other, changed, range(len(tokens)))
-    span = Span(start, len(tokens))
+    span = Span(start, other.length)
     total = torch.zeros(len(span))
     for ours, theirs in zip(slots.read(span), other.read(span), strict=True):
         change = (ours.float() - theirs.float()).pow(2).sum((1, 3))  # [planes, tokens]

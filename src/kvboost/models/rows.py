@@ -12,7 +12,6 @@ from kvboost.models.slots import KeyValue, RowCache
 
 if TYPE_CHECKING:
     from kvboost.codecs.base import KV
-    from kvboost.models.pool import Pool
 
 
 class SharedRows:
@@ -20,34 +19,34 @@ class SharedRows:
 
     def __init__(self, slots: RowCache, num_rows: int) -> None:
         self.num_rows = num_rows
-        self._slots = slots.head(num_rows)
+        self.slots = slots.head(num_rows)
         self._heads: WeakValueDictionary[int, SharedRows] = WeakValueDictionary()
 
     def layer(self, index: int) -> KeyValue:
         """K and V of a layer."""
-        return self._slots.layer_rows(index, self.num_rows)
+        return self.slots.layer_rows(index, self.num_rows)
 
     def read(self, span: Span) -> KV:
         """The rows of `span`, not to be written."""
-        return self._slots.read(span)
+        return self.slots.read(span)
 
     def buffers(self) -> dict[int, tuple[int, int]]:
         """Bytes and rows of the buffer that they lie in, by its place in memory."""
-        return self._slots.buffers()
+        return self.slots.buffers()
 
     def hold(self) -> None:
         """Count one more request that reads them."""
-        self._slots.hold()
+        self.slots.hold()
 
     def release(self) -> None:
         """Count one less."""
-        self._slots.release()
+        self.slots.release()
 
     def head(self, num_rows: int) -> SharedRows:
         """The first of these rows; the same object for all who ask for as many."""
         if num_rows == self.num_rows:
             return self
-        return self._heads.setdefault(num_rows, SharedRows(self._slots, num_rows))
+        return self._heads.setdefault(num_rows, SharedRows(self.slots, num_rows))
 
 
 class Rows:
@@ -55,7 +54,6 @@ class Rows:
 
     def __init__(self, own: RowCache, shared: SharedRows | None = None) -> None:
         self.own, self.shared = own, shared
-        self._whole = own if shared is None else None  # in whose buffer all rows lie
         if shared is not None:
             shared.hold()
 
@@ -80,28 +78,23 @@ class Rows:
 
     @property
     def num_shareable(self) -> int:
-        """The most that `share` can give: what is in one buffer with the first row."""
-        whole = self._whole
-        is_there = whole is not None and self.own.capacity == whole.capacity - self.num_shared
-        return self.length if is_there else self.num_shared
+        """The most that `share` can give: what can be read together with the first row."""
+        if self.shared is None or self.own.follows(self.shared.slots):
+            return self.length
+        return self.num_shared
 
-    def share(self, num_rows: int, pool: Pool) -> SharedRows:
-        """Let others read the first rows; at most `num_rows`, less if not so many can be shared.
-
-        The pool says where its other rows go.
-        """
+    def share(self, num_rows: int) -> SharedRows:
+        """Let others read the first rows; at most `num_rows`, less if not so many can be shared."""
         num_rows, num_before = min(num_rows, self.num_shareable), self.num_shared
         if self.shared is not None and num_rows <= num_before:
             return self.shared.head(num_rows)
-        assert self._whole is not None
-        before, self.shared = self.shared, SharedRows(self._whole, num_rows)
+        before = self.shared
+        whole = self.own if before is None else self.own.whole(before.slots)
+        self.shared = SharedRows(whole, num_rows)
         self.shared.hold()
         if before is not None:
             before.release()
-        rest = self.own.tail(num_rows - num_before)
-        self.own = pool.behind_shared(rest)
-        if self.own is not rest or not rest.lies_behind:
-            self._whole = None
+        self.own = self.own.tail(num_rows - num_before)
         return self.shared
 
     def read(self, span: Span) -> KV:

@@ -21,7 +21,6 @@ from kvboost.models import spread
 
 if TYPE_CHECKING:
     from kvboost.codecs.base import KV
-    from kvboost.models.arena import Arena, SlotArena
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,6 @@ class RowCache(Cache, ABC):
     mask) at positions of its own.
     """
 
-    lies_behind = True  # whether a `tail` stays where it is, behind the rows before it
-
     def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
         self._geometry, self.device = geometry, device
         self.dtype = getattr(torch, geometry.dtype)
@@ -120,8 +117,6 @@ class RowCache(Cache, ABC):
         self.patches: list[spread.Patch] = []
         self.observer: RowObserver | None = None  # sees each layer's fresh rows before they go in
         self._scattered_stop = 0
-        self.arena: Arena | None = None  # memory in which it lies beside others
-        self.place = 0  # there
         layers = [SlotLayer(self, index) for index in range(geometry.num_layers)]
         super().__init__(layers=layers)
         self.last_layer = layers[max(p for group in geometry.groups for p in group.planes) // 2]
@@ -161,6 +156,14 @@ class RowCache(Cache, ABC):
 
         It takes the place of this one, which must not be used any more.
         """
+
+    @abstractmethod
+    def follows(self, before: RowCache) -> bool:
+        """Whether its rows can be read together with those of `before`, which stand before them."""
+
+    @abstractmethod
+    def whole(self, before: RowCache) -> RowCache:
+        """The rows of `before` and its own, which must follow them, as one cache."""
 
     @abstractmethod
     def buffers(self) -> dict[int, tuple[int, int]]:
@@ -210,13 +213,12 @@ class RowCache(Cache, ABC):
 class SlotCache(RowCache):
     """Rows in one buffer, of one sequence, or of several once beams are expanded."""
 
-    arena: SlotArena | None  # in which it has a place, until it outgrows that
-
     def __init__(
         self, geometry: KVGeometry, capacity: int, device: torch.device, batch_size: int = 1
     ) -> None:
         super().__init__(geometry, device)
         self.capacity = capacity
+        self._whole: SlotCache | None = None  # whose `tail` it is, until it grows
         # Each [planes, batch, heads, capacity, head_dim]. Rows that were not written yet may lie
         # behind a mask, where they must be numbers.
         self._buffers = [
@@ -260,7 +262,17 @@ class SlotCache(RowCache):
         rows = (*[slice(None)] * 3, slice(num_before, None))
         rest = self._part(rows, self.length - num_before)
         rest.exact_stop = self.exact_stop - num_before
+        rest._whole = self._whole or self  # noqa: SLF001
         return rest
+
+    def follows(self, before: RowCache) -> bool:
+        """Whether it still lies behind `before`."""
+        return self._whole is not None
+
+    def whole(self, before: RowCache) -> SlotCache:
+        """All rows of the buffer that both lie in."""
+        assert self._whole is not None
+        return self._whole
 
     def buffers(self) -> dict[int, tuple[int, int]]:
         """Bytes and rows of the memory below it, by its place; parts of a cache lie in one."""
@@ -268,22 +280,6 @@ class SlotCache(RowCache):
         per_token = self._geometry.bytes_per_token * self.batch_size
         place = self._buffers[0].untyped_storage().data_ptr()
         return {place: (sum(sizes), sum(sizes) // per_token)}
-
-    def sequence(self, place: int) -> SlotCache:
-        """One sequence of the batch, empty, as a cache over the same memory."""
-        return self._part((slice(None), slice(place, place + 1)), 0)
-
-    def resized(self, batch_size: int, capacity: int) -> SlotCache:
-        """A larger batch of larger sequences, with the same content."""
-        larger = SlotCache(self._geometry, capacity, self.device, batch_size)
-        for new, old in zip(larger._buffers, self._buffers, strict=True):
-            new[:, : old.shape[1], :, : old.shape[3]].copy_(old)
-        return larger
-
-    def move_to(self, other: SlotCache) -> None:
-        """Go on in the memory of `other`, which has the same content."""
-        self._buffers, self.capacity = other._buffers, other.capacity
-        self._hand_out_views()
 
     def _part(self, which: tuple[slice, ...], length: int) -> SlotCache:
         part = self.like(0)
@@ -329,17 +325,12 @@ class SlotCache(RowCache):
         """Move to larger buffers if there are fewer rows."""
         if num_rows <= self.capacity:
             return
-        if self.arena is not None:
-            if num_rows <= self.arena.most_rows:
-                self.arena.make_room(num_rows)
-                return
-            self.arena.leave(self)
         capacity = max(num_rows, 2 * self.capacity)
         for place, old in enumerate(self._buffers):
             shape = (*old.shape[:3], capacity, old.shape[4])
             self._buffers[place] = torch.zeros(shape, dtype=old.dtype, device=old.device)
             self._buffers[place][:, :, :, : self.capacity].copy_(old)
-        self.capacity = capacity
+        self.capacity, self._whole = capacity, None
         self._hand_out_views()
 
     def _hand_out_views(self) -> None:

@@ -1,8 +1,19 @@
-"""`python -m kvboost.server`."""
+"""`python -m kvboost.server` and `kvboost-server`."""
 
 import sys
 
-from kvboost.server.serve import main
+from kvboost.server import HINT
+
+
+def main() -> int:
+    """Serve, if what that needs is installed; returns the exit code."""
+    try:
+        from kvboost.server.serve import main as serve  # noqa: PLC0415  (an extra)
+    except ImportError as error:
+        sys.stderr.write(f"kvboost-server: {HINT} ({error.name} is missing)\n")
+        return 1
+    return serve()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -185,7 +185,7 @@ class Endpoints:
         return JSONResponse({"num_pinned": num})
 
     async def delete(self, body: CacheBody, request: Request) -> Response:
-        """Forget what is stored of a text, or everything of a tenant; pinned chunks stay."""
+        """Forget what is stored of a text, or everything of a tenant, also if it is pinned."""
         if body.ttl_s is not None:
             raise refused("ttl_s is how long a pin lasts", "ttl_s")
         tokens = None

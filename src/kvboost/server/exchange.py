@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +42,12 @@ class Outcome:
     finish_reason: str = ""
     num_cut_tokens: int = 0  # of answers that did not come to their end
     completions: list[Completion] = field(default_factory=list)
+    arrived_at: float = field(default_factory=time.perf_counter)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the request arrived."""
+        return time.perf_counter() - self.arrived_at
 
 
 class Running:
@@ -67,7 +74,8 @@ class Running:
         answers = Answers()
         num_used = 0
         try:
-            answers.start(self._engine, plan.asks, caller.tenant, self._deadline_s)
+            deadline_s = self._deadline_s - outcome.elapsed_s
+            answers.start(self._engine, plan.asks, caller.tenant, deadline_s)
             num_used = plan.prompt_tokens
             self._answers.add(answers)
             yield answers

@@ -50,7 +50,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started_at, started = time.time(), time.perf_counter()
+        started_at = time.time()
         given = Headers(scope=scope).get(REQUEST_ID, "")
         outcome = Outcome(given if SANE_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}")
         scope.setdefault("state", {})["outcome"] = outcome
@@ -65,7 +65,7 @@ class Gate:
             await self._pass(scope, receive, send_with_id, outcome)
         finally:
             if scope["path"] not in UNOBSERVED:
-                total_s = time.perf_counter() - started
+                total_s = outcome.elapsed_s
                 self._telemetry.observe(self._record(scope, outcome, started_at, total_s))
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, outcome: Outcome) -> None:

@@ -64,8 +64,11 @@ class TextLines(logging.Formatter):
         fields = getattr(record, FIELDS, {}).items()
         pairs = [f"{name}={_shown(value)}" for name, value in fields if value not in (None, "")]
         parts = [at, f"{record.levelname:<7}", _shown(record.getMessage()), *pairs]
-        line = " ".join(parts)
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        lines = [" ".join(parts)]
+        if record.exc_info:
+            traceback = self.formatException(record.exc_info).splitlines()
+            lines += [f"    {_shown(line)}" for line in traceback]
+        return "\n".join(lines)
 
 
 def _shown(value: object) -> str:

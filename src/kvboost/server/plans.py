@@ -45,6 +45,7 @@ class Served:
     name: str
     vocab_size: int
     context_tokens: int | None = None  # prompt and answer together; None: no limit is known
+    most_answers: int | None = None  # at once, running and waiting
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,9 @@ class Planner:
     def _plan(
         self, body: Sampled, asks: Sequence[Ask], num_each: int, num_kept: int, reply: Reply
     ) -> Plan:
+        most = self._model.most_answers
+        if most is not None and len(asks) > most:
+            raise refused(f"{len(asks)} answers at once: there is room for {most}", "n")
         return Plan(
             asks=tuple(asks),
             num_each=num_each,

@@ -162,7 +162,9 @@ def _load(options: ServerOptions, engine_options: Options) -> tuple[KVBoost, Ser
         engine = KVBoost(model, tokenizer, **dataclasses.asdict(engine_options))
     vocab_size, longest = limits(model)
     room = engine.batch_stats()["kv_capacity_tokens"]
-    return engine, Served(options.model_name, vocab_size, min(room, longest or room))
+    most_answers = engine_options.max_batch_size + engine_options.max_queue_size
+    most_tokens = min(room, longest or room)
+    return engine, Served(options.model_name, vocab_size, most_tokens, most_answers)
 
 
 @contextmanager

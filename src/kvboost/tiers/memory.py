@@ -121,6 +121,12 @@ class MemoryTier(OwnTier):
                 self._pinned_until[key] = max(until, self._pinned_until.get(key, until))
             return len(held)
 
+    def unpin(self, keys: Iterable[FrameKey]) -> None:
+        """Let keys leave again."""
+        with self._lock:
+            for key in keys:
+                self._pinned_until.pop(key, None)
+
     def stats(self) -> TierStats:
         """Sizes now."""
         with self._lock:

@@ -186,7 +186,7 @@ class Batch:
             decision = decision.on_shared(*member.names, shared.num_rows)
         num_own = len(request.tokens) - (shared.num_rows if shared else 0)
         num_new = min(member.sampling.max_new_tokens, FIRST_NEW_ROWS)
-        own = parts.pool.cache(num_own + num_new, on_shared=shared is not None)
+        own = parts.pool.cache(num_own + num_new)
         rows = member.owner.rows = Rows(own, shared)
         member.start(fill(decision, request.tokens, parts, terms, rows))
         self._running.append(member)
@@ -203,7 +203,7 @@ class Batch:
         most = min(num_alike, owner.num_ready, len(member.request.tokens) - 1)
         if most < LEAST_SHARED:
             return None
-        return owner.rows.share(most // SHARED_STEP * SHARED_STEP, self._parts.pool)
+        return owner.rows.share(most // SHARED_STEP * SHARED_STEP)
 
     def _next_segments(self) -> dict[Segment, Member]:
         """One token of each answer, then pieces of prompts: the oldest first, then short ones."""
