@@ -37,9 +37,9 @@ class Ours:
 
     has_cache = True
 
-    def __init__(self, host: Any, words: Any, num_prompts: int, backend: str) -> None:
-        self._engine = KVBoost(host, words, max_batch_size=num_prompts, backend=backend)
-        self.about: dict[str, Any] = {"backend": backend}
+    def __init__(self, host: Any, words: Any, num_prompts: int, **options: Any) -> None:
+        self._engine = KVBoost(host, words, max_batch_size=num_prompts, **options)
+        self.about: dict[str, Any] = options
 
     def answer(self, prompts: Sequence[list[int]], num_new: int) -> list[list[int]]:
         sampling = Sampling(max_new_tokens=num_new, ignore_eos=True)

@@ -16,9 +16,10 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.build import Parts, build_repair, build_store
-from kvboost.engine.prefill import Terms, complete, keep, prefill, warm_up
+from kvboost.engine.prefill import Terms, complete, keep, prefill
 from kvboost.engine.texts import PREFACE, tokens_of
 from kvboost.engine.verify import compare
+from kvboost.engine.warm import warm_up
 from kvboost.models.certify import Rotations
 from kvboost.policy.cost import CostModel
 from material import DTYPES, model, tokenizer

@@ -18,7 +18,7 @@ from material import DTYPES, model, stream, tokenizer
 from measure import seconds
 
 REFERENCE = "transformers"
-PEERS = ("transformers", "cb", "vllm", "paged")  # the last one is ours with a pool of blocks
+PEERS = ("transformers", "cb", "vllm", "slots")  # the last one is ours with buffers for each
 GOALS = {"transformers": 6.0, "cb": 1.5, "vllm": 1.5}
 WARM_UP_TOKENS = 4
 WARM = " warm"  # behind the name of who is asked for the second time
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--own", type=int, default=50, help="tokens of each prompt alone")
     parser.add_argument("--new", type=int, default=64, help="tokens to generate")
     parser.add_argument("--peers", default=",".join(PEERS[:2]), help=f"of {','.join(PEERS)}")
-    parser.add_argument("--backend", default="auto", help="where ours keeps its K/V")
+    parser.add_argument("--prepack", action="store_true", help="ours with prepack_weights=True")
     parser.add_argument("--vllm-python", help="a Python that has vLLM installed")
     parser.add_argument("--vllm-eager", action="store_true", help="do not let vLLM compile")
 
@@ -74,12 +74,14 @@ def _batchers(
             stack.callback(batchers["vllm"].close)
             print(f"vLLM is up: {batchers['vllm'].about}", flush=True)
         host = model(name, DTYPES[options.dtype])
-        batchers["ours"] = Ours(host, tokenizer(name), options.clients, options.backend)
+        batchers["ours"] = Ours(
+            host, tokenizer(name), options.clients, prepack_weights=options.prepack
+        )
         stack.callback(batchers["ours"].close)
-        if "paged" in peers:
+        if "slots" in peers:
             other = model(name, DTYPES[options.dtype])
-            batchers["paged"] = Ours(other, tokenizer(name), options.clients, "paged")
-            stack.callback(batchers["paged"].close)
+            batchers["slots"] = Ours(other, tokenizer(name), options.clients, backend="slots")
+            stack.callback(batchers["slots"].close)
         if {"transformers", "cb"} & set(peers):  # ours changes the attention of its model
             bare = model(name, DTYPES[options.dtype])
             batchers |= {"transformers": OneByOne(bare), "cb": ContinuousBatching(bare)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 
 from fakes import WordTokenizer, words
 from kvboost import KVBoost
-from kvboost.build import Parts
 from kvboost.core import Sampling, Span
 from kvboost.engine.batch.ticket import Ticket
-from kvboost.engine.prefill import Prefilled, Terms, prefill
+from kvboost.engine.prefill import Terms, complete, prefill
 from tiny_models import SUPPORTED, build
 
 ENDLESS = Sampling(max_new_tokens=100_000, ignore_eos=True)
@@ -52,12 +51,6 @@ def mixed_prompts(count: int, seed: int = 0) -> list[list[int]]:
         common[: chance.choice([0, 30, 130, 150, 160])] + words(chance.randint(1, 90), seed=number)
         for number in range(count)
     ]
-
-
-def complete(prefilled: Prefilled[Any], tokens: Sequence[int], parts: Parts) -> torch.Tensor:
-    """Compute what is pending; the logits after the last token [1, vocabulary]."""
-    rest = [tokens[position] for position in prefilled.pending]
-    return parts.model.forward(prefilled.slots, rest, prefilled.pending)
 
 
 def alone(prompt: list[int], num_new: int, name: str = "llama") -> list[int]:

@@ -12,11 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from batching import complete
 from fakes import WordTokenizer, words
 from kvboost import ConfigError, KVBoost
 from kvboost.core import MatchKind, Provenance, Span
-from kvboost.engine.prefill import Terms, prefill
+from kvboost.engine.prefill import Terms, complete, prefill
 from kvboost.models import certify
 from kvboost.policy.cost import Work
 from kvboost.policy.guard import NUM_TRIALS

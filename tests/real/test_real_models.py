@@ -10,10 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from batching import complete
 from kvboost import KVBoost
 from kvboost.core import Span
-from kvboost.engine.prefill import Terms, prefill
+from kvboost.engine.prefill import Terms, complete, prefill
 
 pytestmark = pytest.mark.model
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from kvboost.reuse.lookup import LEAST_MOVED_TOKENS, find, find_moved
 from kvboost.reuse.place import assemble
 from kvboost.reuse.run import forward
 from kvboost.reuse.store import commit, commit_approximate
+
+if TYPE_CHECKING:
+    import torch
 
 S = TypeVar("S", bound=SlotCache | Rows)
 """Where the K/V of a request lies: in a buffer of its own, or partly in one that others read."""
@@ -203,6 +206,12 @@ def work_of(plan: ReusePlan, parts: Parts, terms: Terms) -> Work:
     """What a prefill on top of `plan` will do."""
     num_rows = plan.num_tokens - plan.num_reused + repaired_rows(plan, parts, terms)
     return Work.of(plan.num_tokens, num_rows, plan.num_reused)
+
+
+def complete(prefilled: Prefilled[SlotCache], tokens: Sequence[int], parts: Parts) -> torch.Tensor:
+    """Compute what is pending; the logits after the last token [1, vocabulary]."""
+    rest = [tokens[position] for position in prefilled.pending]
+    return parts.model.forward(prefilled.slots, rest, prefilled.pending)
 
 
 def keep(

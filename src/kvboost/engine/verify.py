@@ -76,7 +76,7 @@ def verify(
     """
     checks = []
     for tokens, expected in zip(prompts, answers, strict=True):
-        _store(tokens, parts, tenant="")
+        warm_up(tokens, parts, before=[], tenant="")
         fresh, _ = answer_logits(tokens, expected, parts, Terms("off"))
         reused, plan = answer_logits(tokens, expected, parts, Terms("exact"))
         checks.append(compare(fresh, reused, len(tokens), plan.num_reused))
@@ -105,13 +105,8 @@ def verify_moved(
         if any(match.kind is MatchKind.MOVED for match in plan.matches):
             fresh, _ = answer_logits(tokens, expected, parts, Terms("off"))
             checks.append(compare(fresh, reused, len(tokens), plan.num_reused))
-        _store(tokens, parts, tenant=tenant)
+        warm_up(tokens, parts, before=[], tenant=tenant)
     return _within_budget(checks, parts)
-
-
-def _store(tokens: list[int], parts: Parts, *, tenant: str) -> None:
-    for _ in warm_up(tokens, parts, before=[], tenant=tenant):
-        pass
 
 
 def _within_budget(checks: Sequence[PromptCheck], parts: Parts) -> CorrectnessReport:

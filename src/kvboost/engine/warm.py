@@ -39,7 +39,7 @@ def warm_all(
     num_tokens = num_computed = num_pinned = 0
     for tokens in tqdm(texts, desc="warming", disable=len(texts) < MANY_TEXTS or None):
         bring(before + tokens, parts, Terms("exact", tenant))
-        steps = warm_up(tokens, parts, before=before, tenant=tenant)
+        steps = warming(tokens, parts, before=before, tenant=tenant)
         while (num_done := worker.call(partial(next, steps, None))) is not None:
             num_computed += num_done
         num_tokens += len(tokens)
@@ -51,7 +51,12 @@ def warm_all(
     return WarmResult(len(texts), num_tokens, num_computed, num_pinned, total_ms)
 
 
-def warm_up(text: list[int], parts: Parts, *, before: list[int], tenant: str) -> Iterator[int]:
+def warm_up(text: list[int], parts: Parts, *, before: list[int], tenant: str) -> int:
+    """Compute and store what the store lacks of `text` behind `before`; how many of it."""
+    return sum(warming(text, parts, before=before, tenant=tenant))
+
+
+def warming(text: list[int], parts: Parts, *, before: list[int], tenant: str) -> Iterator[int]:
     """Compute and store what the store lacks of `text` behind `before`.
 
     In steps, so that running answers have their turn in between; the last one gives how many
