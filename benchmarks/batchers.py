@@ -118,7 +118,7 @@ class Vllm:
         inherited = {
             name: value
             for name, value in os.environ.items()
-            if name not in ("OMP_NUM_THREADS", "PYTHONPATH")
+            if name not in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTHONPATH")
         }
         program = Path(__file__).with_name("vllm_worker.py")
         command = [python, str(program), model, VLLM_DTYPES[dtype], str(max_tokens)]

@@ -83,11 +83,16 @@ class SmallRows:
         self._put = owns[0].pool.writer(owns)
         starts = [segment.start for segment in segments]
         self._columns = torch.tensor(starts, device=owns[0].device)
+        self._are_first = starts == list(range(len(starts)))
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put each segment's new row where it belongs."""
-        columns = self._columns
-        self._put(layer, (key.index_select(2, columns), value.index_select(2, columns)))
+        if self._are_first:
+            count = len(self.segments)
+            self._put(layer, (key[:, :, :count], value[:, :, :count]))
+        else:
+            columns = self._columns
+            self._put(layer, (key.index_select(2, columns), value.index_select(2, columns)))
 
     def finish(self) -> None:
         """Count the rows that were written."""
