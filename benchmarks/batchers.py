@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +18,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from kvboost import KVBoost
 from kvboost.core import Sampling
+from material import DTYPES, model, tokenizer
 
 PAGE_TOKENS = 64  # of Transformers' cache: prompts share whole pages
 BATCH_TOKENS = 512  # of a step of its continuous batching
@@ -32,12 +36,51 @@ class Batcher(Protocol):
     def close(self) -> None: ...
 
 
+class Apart:
+    """A batcher in a process of its own: several teams of threads in one would slow each other."""
+
+    def __init__(self, make: Callable[..., Batcher], *arguments: Any, **options: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        given = (other, torch.get_num_threads(), make, arguments, options)
+        self._process = context.Process(target=_work, args=given, daemon=True)
+        self._process.start()
+        other.close()
+        self.has_cache, self.about = self._pipe.recv()
+
+    def answer(self, prompts: Sequence[list[int]], num_new: int) -> list[list[int]]:
+        self._pipe.send((prompts, num_new))
+        answers: list[list[int]] = self._pipe.recv()
+        return answers
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(30)
+
+
+def _work(
+    pipe: Connection,
+    num_threads: int,
+    make: Callable[..., Batcher],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    torch.set_num_threads(num_threads)
+    batcher = make(*arguments, **options)
+    pipe.send((batcher.has_cache, batcher.about))
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(batcher.answer(*pipe.recv()))
+    batcher.close()
+
+
 class Ours:
     """All prompts are submitted at once; what they left is stored before the clock stops."""
 
     has_cache = True
 
-    def __init__(self, host: Any, words: Any, num_prompts: int, **options: Any) -> None:
+    def __init__(self, name: str, dtype: str, num_prompts: int, **options: Any) -> None:
+        host, words = model(name, DTYPES[dtype]), tokenizer(name)
         self._engine = KVBoost(host, words, max_batch_size=num_prompts, **options)
         self.about: dict[str, Any] = options
 
@@ -57,8 +100,8 @@ class OneByOne:
 
     has_cache = False
 
-    def __init__(self, host: Any) -> None:
-        self._host = host
+    def __init__(self, name: str, dtype: str) -> None:
+        self._host = model(name, DTYPES[dtype])
         self.about: dict[str, Any] = {}
 
     def answer(self, prompts: Sequence[list[int]], num_new: int) -> list[list[int]]:
@@ -80,8 +123,8 @@ class ContinuousBatching:
 
     has_cache = False  # the cache is made anew for each call
 
-    def __init__(self, host: Any) -> None:
-        self._host = host
+    def __init__(self, name: str, dtype: str) -> None:
+        self._host = model(name, DTYPES[dtype])
         self.about = {"page_tokens": PAGE_TOKENS, "batch_tokens": BATCH_TOKENS}
 
     def answer(self, prompts: Sequence[list[int]], num_new: int) -> list[list[int]]:

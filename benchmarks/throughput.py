@@ -10,11 +10,12 @@ import argparse
 import contextlib
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from batchers import Batcher, ContinuousBatching, OneByOne, Ours, Vllm
-from material import DTYPES, model, stream, tokenizer
+from batchers import Apart, Batcher, ContinuousBatching, OneByOne, Ours, Vllm
+from material import stream, tokenizer
 from measure import seconds
 
 REFERENCE = "transformers"
@@ -73,18 +74,16 @@ def _batchers(
             )
             stack.callback(batchers["vllm"].close)
             print(f"vLLM is up: {batchers['vllm'].about}", flush=True)
-        host = model(name, DTYPES[options.dtype])
-        batchers["ours"] = Ours(
-            host, tokenizer(name), options.clients, prepack_weights=options.prepack
-        )
-        stack.callback(batchers["ours"].close)
-        if "slots" in peers:
-            other = model(name, DTYPES[options.dtype])
-            batchers["slots"] = Ours(other, tokenizer(name), options.clients, backend="slots")
-            stack.callback(batchers["slots"].close)
-        if {"transformers", "cb"} & set(peers):  # ours changes the attention of its model
-            bare = model(name, DTYPES[options.dtype])
-            batchers |= {"transformers": OneByOne(bare), "cb": ContinuousBatching(bare)}
+        ours = partial(Apart, Ours, name, options.dtype, options.clients)
+        makers: dict[str, Callable[[], Batcher]] = {
+            "ours": partial(ours, prepack_weights=options.prepack),
+            "slots": partial(ours, prepack_weights=options.prepack, backend="slots"),
+            "transformers": partial(Apart, OneByOne, name, options.dtype),
+            "cb": partial(Apart, ContinuousBatching, name, options.dtype),
+        }
+        for who in ("ours", *(peer for peer in peers if peer != "vllm")):
+            batchers[who] = makers[who]()
+            stack.callback(batchers[who].close)
         yield {who: batchers[who] for who in ("ours", *peers)}
 
 

@@ -41,12 +41,12 @@ def attend_appended(
     own = _flash(query, key[:, :, num_past:], value[:, :, num_past:], 0.0, True, scale=scale)  # noqa: FBT003
     if num_past == 0:
         return own[0], own[1]
-    return join(attend(query, key[:, :, :num_past], value[:, :, :num_past], scale), own)
+    past = attend(query, key[:, :, :num_past], value[:, :, :num_past], scale)
+    return join(past, own), torch.logaddexp(past[1], own[1])
 
 
-def join(first: Part, second: Part) -> Part:
-    """Attention to two parts as if they were one. Outputs are in single precision."""
+def join(first: Part, second: Part) -> torch.Tensor:
+    """The output of attention to two parts as if they were one, in single precision."""
     (one, one_total), (other, other_total) = first, second
     weight = torch.sigmoid(other_total - one_total)[..., None]
-    output = torch.lerp(one.float(), other.float(), weight)
-    return output, torch.logaddexp(one_total, other_total)
+    return torch.lerp(one.float(), other.float(), weight)

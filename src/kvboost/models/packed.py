@@ -170,10 +170,10 @@ class PackedCache(Cache):
         return offset
 
 
-class SharedRun:
-    """Requests that begin alike: they attend once to what they share, then each to its own."""
+class Together:
+    """Requests that attend at once: to what they share, if they do, and each to its own rows."""
 
-    def __init__(self, shared: SharedRows, segments: Sequence[Segment]) -> None:
+    def __init__(self, shared: SharedRows | None, segments: Sequence[Segment]) -> None:
         self._shared, self._first = shared, segments[0].start
         small = [segment for segment in segments if segment.is_small]
         self._small = SmallAttention(small) if small else None
@@ -186,13 +186,16 @@ class SharedRun:
         if self._small is not None:
             parts.append(self._small.attend(layer, query[:, :, : self._num_small], scale))
         for segment in self._others:
-            own = query[:, :, segment.start - self._first : segment.stop - self._first]
-            parts.append(cascade.attend_appended(own, *segment.own(layer), scale))
-        outputs = torch.cat([output.float() for output, _ in parts], dim=2)
-        totals = torch.cat([total for _, total in parts], dim=2)
-        shared = cascade.attend(query, *self._shared.layer(layer), scale)
-        joined, _ = cascade.join(shared, (outputs, totals))
-        return joined.to(query.dtype).transpose(1, 2)
+            part = query[:, :, segment.start - self._first : segment.stop - self._first]
+            parts.append(cascade.attend_appended(part, *segment.own(layer), scale))
+        output, total = parts[0]
+        if len(parts) > 1:
+            output = torch.cat([output.float() for output, _ in parts], dim=2)
+            total = torch.cat([total for _, total in parts], dim=2)
+        if self._shared is not None:
+            shared = cascade.attend(query, *self._shared.layer(layer), scale)
+            output = cascade.join(shared, (output, total))
+        return output.to(query.dtype).transpose(1, 2)
 
 
 class SmallAttention:
@@ -220,16 +223,19 @@ class PackedMask:
 
     def __init__(self, cache: PackedCache, mask_one: MaskOne, *, joins: bool) -> None:
         """`joins`: attention to shared and own rows may be computed apart."""
-        self._runs: list[tuple[SharedRun | None, list[Segment]]] = []
+        self._runs: list[tuple[Together | None, list[Segment]]] = []
         self._masks: dict[int, torch.Tensor | None] = {}
         for _, group in groupby(cache.segments, key=lambda each: id(each.rows.shared)):
             segments = list(group)
-            shared = segments[0].rows.shared
-            if shared is not None and joins and all(s.rows.own.scattered is None for s in segments):
-                self._runs.append((SharedRun(shared, segments), segments))
-                continue
-            self._runs += [(None, [segment]) for segment in segments]
-            for segment in segments:
+            shared, together = segments[0].rows.shared, []
+            if joins and shared is None:
+                together = [segment for segment in segments if segment.is_small]
+            elif joins and all(segment.rows.own.scattered is None for segment in segments):
+                together = segments
+            if together:
+                self._runs.append((Together(shared, together), together))
+            for segment in segments[len(together) :]:
+                self._runs.append((None, [segment]))
                 own, before = segment.rows.own, segment.rows.num_shared
                 num_keys = before + segment.num_visible
                 offset = before + own.get_query_offset()
