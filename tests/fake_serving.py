@@ -209,8 +209,20 @@ class Stand:
     def listening(self) -> Iterator[str]:
         """The URL of a real server; ends as after SIGTERM."""
         bound = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(self.app, log_config=None, access_log=False, ws="none")
-        self.server = DrainingServer(config, self.app.state.running, self.options.drain_s)
+        config = uvicorn.Config(
+            self.app,
+            log_config=None,
+            access_log=False,
+            ws="none",
+            timeout_graceful_shutdown=int(self.options.drain_s) + 1,
+        )
+        self.server = DrainingServer(
+            config,
+            self.app.state.running,
+            self.options.drain_s,
+            greeting="",
+            close=self.engine.close,
+        )
         thread = threading.Thread(target=self.server.run, args=([bound],))
         thread.start()
         try:
@@ -219,6 +231,7 @@ class Stand:
             self.engine.steps.set()
             self.server.should_exit = True
             thread.join(WAIT_S)
+            assert not thread.is_alive()
 
 
 def until(is_so: Any) -> bool:

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -27,7 +28,7 @@ from fakes import words
 from kvboost import KVBoost
 from kvboost.core import MatchKind, Sampling
 from kvboost.engine.batch.ticket import Ticket
-from kvboost.engine.warm import PIECE_TOKENS
+from kvboost.engine.warm import FEW_TOKENS, MANY_TOKENS
 
 pytestmark = pytest.mark.tiny
 
@@ -240,7 +241,7 @@ def test_other_calls_between_steps_change_no_answer(engine: KVBoost) -> None:
 
 
 def test_running_answers_go_on_while_a_text_is_warmed(engine: KVBoost) -> None:
-    text = words(10 * PIECE_TOKENS, seed=710)
+    text = words(10 * FEW_TOKENS, seed=710)
     sizes: list[int] = []
     hook = engine._parts.model.model.register_forward_pre_hook(
         lambda _, __, given: sizes.append(given["input_ids"].shape[1]), with_kwargs=True
@@ -249,10 +250,17 @@ def test_running_answers_go_on_while_a_text_is_warmed(engine: KVBoost) -> None:
     engine.warm(text)
     ticket.cancel()
     hook.remove()
-    places = [place for place, size in enumerate(sizes) if size == PIECE_TOKENS]
+    places = [place for place, size in enumerate(sizes) if size == FEW_TOKENS]
     between = [after - before - 1 for before, after in pairwise(places)]
     assert len(places) == 10 and min(between) >= 1
     assert engine.explain(text).tokens(MatchKind.EXACT) == len(text) - 1
+
+
+def test_a_text_that_is_being_warmed_is_not_warmed_beside_it(engine: KVBoost) -> None:
+    text = words(3 * MANY_TOKENS, seed=711)
+    with ThreadPoolExecutor(4) as threads:
+        results = [*threads.map(lambda _: engine.warm(text), range(4))]
+    assert sorted(result.num_computed for result in results) == [1, 1, 1, len(text)]
 
 
 def test_a_request_that_needs_much_room_is_not_overtaken_for_ever() -> None:

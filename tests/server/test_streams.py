@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from fake_serving import WAIT_S, Stand, until
+from kvboost.errors import KVBoostError
 from kvboost.server import exchange
 
 BODY = {"prompt": "hi"}
@@ -144,6 +146,29 @@ def test_what_takes_longer_than_the_drain_is_told_so() -> None:
     assert replies[0].status_code == 503
     assert replies[0].headers["retry-after"]
     assert all(each.is_cancelled for each in stand.engine.tickets)
+
+
+def test_a_text_that_is_being_warmed_does_not_hold_up_the_end(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+
+    def warm(*_: Any, **__: Any) -> None:
+        begun.set()
+        assert until(lambda: stand.engine.is_closed)
+        raise KVBoostError("the engine is closed")
+
+    def ask(url: str) -> None:
+        with contextlib.suppress(httpx.RemoteProtocolError):
+            httpx.post(f"{url}/v1/warm", json={"text": "a"}, timeout=WAIT_S)
+
+    monkeypatch.setattr(stand.engine, "warm", warm)
+    with stand.listening() as url:
+        asking = threading.Thread(target=ask, args=(url,))
+        asking.start()
+        assert begun.wait(WAIT_S)
+    asking.join(WAIT_S)
+    assert stand.engine.is_closed
 
 
 def test_a_server_that_drains_takes_nothing_more(stand: Stand, url: str) -> None:

@@ -38,7 +38,7 @@ from kvboost.engine.stats import cache_stats
 from kvboost.engine.stream import Event, TextStream, text_of
 from kvboost.engine.texts import PREFACE, chat_tokens, texts_to_warm, tokens_of
 from kvboost.engine.verify import prompts_to_verify, verify, verify_moved
-from kvboost.engine.warm import warm_all
+from kvboost.engine.warm import Warming
 from kvboost.engine.worker import Worker
 from kvboost.errors import ConfigError, KVBoostError, UnsupportedModel
 from kvboost.models.hf import HFModel
@@ -98,6 +98,7 @@ class KVBoost:
         self._worker.at_end(self._parts.store.tiers.close)
         self._loader = ThreadPoolExecutor(NUM_LOADERS, "kvboost-load")
         self._front = BatchFront(self._parts, tokenizer, self._worker, self._loading)
+        self._warming = Warming(self._parts, self._worker, self._front.is_busy)
 
     @classmethod
     def from_pretrained(cls, model: str, *, device: str | None = None, **arguments: Any) -> Self:
@@ -268,11 +269,9 @@ class KVBoost:
         if anywhere is None:
             is_list = not isinstance(content, str) and bool(content) and isinstance(content[0], str)
             anywhere = is_list and self._options.reuse == "auto"
-        return warm_all(
+        return self._warming.warm_all(
             texts_to_warm(content, self.tokenizer, anywhere=anywhere),
             tokens_of(preface or PREFACE, self.tokenizer) if anywhere else [],
-            self._parts,
-            self._worker,
             tenant=tenant,
             is_pinned=pin,
             ttl_s=ttl_s,

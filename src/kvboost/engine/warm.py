@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from tqdm.auto import tqdm
@@ -17,61 +18,86 @@ from kvboost.models.probe import context_sensitivity, reordered
 from kvboost.models.slots import SlotCache
 
 MANY_TEXTS = 8  # from here on progress is shown, on a terminal
-PIECE_TOKENS = 128  # that running answers wait for
+FEW_TOKENS, MANY_TOKENS = 128, 1024  # that are computed at once, beside running answers or alone
 
 
-def warm_all(
-    texts: Sequence[list[int]],
-    before: list[int],
-    parts: Parts,
-    worker: Worker,
-    *,
-    tenant: str,
-    is_pinned: bool,
-    ttl_s: float | None,
-) -> WarmResult:
-    """Compute and store each text behind `before`, one after the other; pin them if asked."""
-    if ttl_s is not None and not is_pinned:
-        raise ConfigError(f"ttl_s={ttl_s} is how long a pin lasts: it needs pin=True")
-    if not texts or not all(texts):
-        raise ConfigError("there is nothing to warm: a text is empty")
-    started = time.perf_counter()
-    num_tokens = num_computed = num_pinned = 0
-    for tokens in tqdm(texts, desc="warming", disable=len(texts) < MANY_TEXTS or None):
-        bring(before + tokens, parts, Terms("exact", tenant))
-        steps = warming(tokens, parts, before=before, tenant=tenant)
-        while (num_done := worker.call(partial(next, steps, None))) is not None:
+class Warming:
+    """Reads texts, one at a time; running answers have their turn in between."""
+
+    def __init__(self, parts: Parts, worker: Worker, is_busy: Callable[[], bool]) -> None:
+        """`is_busy`: whether answers are running."""
+        self._parts, self._worker, self._is_busy = parts, worker, is_busy
+        # Each text has a buffer until it is read, and the next one may be the same text.
+        self._turn = threading.Lock()
+
+    def warm_all(
+        self,
+        texts: Sequence[list[int]],
+        before: list[int],
+        *,
+        tenant: str,
+        is_pinned: bool,
+        ttl_s: float | None,
+    ) -> WarmResult:
+        """Compute and store each text behind `before`, one after the other; pin them if asked."""
+        if ttl_s is not None and not is_pinned:
+            raise ConfigError(f"ttl_s={ttl_s} is how long a pin lasts: it needs pin=True")
+        if not texts or not all(texts):
+            raise ConfigError("there is nothing to warm: a text is empty")
+        started = time.perf_counter()
+        num_computed = num_pinned = 0
+        for text in tqdm(texts, desc="warming", disable=len(texts) < MANY_TEXTS or None):
+            with self._turn:
+                num_computed += self._warm(text, before, tenant)
+                if is_pinned:
+                    pinning = partial(pin, before + text, self._parts, tenant=tenant, ttl_s=ttl_s)
+                    num_pinned += self._worker.call(pinning)
+        self._parts.metrics.add("warmed_tokens", num_computed, tenant=tenant)
+        total_ms = 1e3 * (time.perf_counter() - started)
+        return WarmResult(len(texts), sum(map(len, texts)), num_computed, num_pinned, total_ms)
+
+    def _warm(self, text: list[int], before: list[int], tenant: str) -> int:
+        bring(before + text, self._parts, Terms("exact", tenant))
+        steps = warming(text, self._parts, before=before, tenant=tenant, at_once=self._at_once)
+        num_computed = 0
+        while (num_done := self._worker.call(partial(next, steps, None))) is not None:
             num_computed += num_done
-        num_tokens += len(tokens)
-        if is_pinned:
-            whole = before + tokens
-            num_pinned += worker.call(partial(pin, whole, parts, tenant=tenant, ttl_s=ttl_s))
-    parts.metrics.add("warmed_tokens", num_computed, tenant=tenant)
-    total_ms = 1e3 * (time.perf_counter() - started)
-    return WarmResult(len(texts), num_tokens, num_computed, num_pinned, total_ms)
+        return num_computed
+
+    def _at_once(self) -> int:
+        return FEW_TOKENS if self._is_busy() else MANY_TOKENS
 
 
-def warm_up(text: list[int], parts: Parts, *, before: list[int], tenant: str) -> int:
-    """Compute and store what the store lacks of `text` behind `before`; how many of it."""
-    return sum(warming(text, parts, before=before, tenant=tenant))
+def warm_up(text: list[int], parts: Parts, *, before: list[int], tenant: str) -> None:
+    """Compute and store what the store lacks of `text` behind `before`."""
+    for _ in warming(text, parts, before=before, tenant=tenant, at_once=lambda: MANY_TOKENS):
+        pass
 
 
-def warming(text: list[int], parts: Parts, *, before: list[int], tenant: str) -> Iterator[int]:
-    """Compute and store what the store lacks of `text` behind `before`.
+def warming(
+    text: list[int],
+    parts: Parts,
+    *,
+    before: list[int],
+    tenant: str,
+    at_once: Callable[[], int],
+) -> Iterator[int]:
+    """Compute and store what the store lacks of `text` behind `before`, in steps.
 
-    In steps, so that running answers have their turn in between; the last one gives how many
-    tokens of the text were computed, the others 0.
+    A step computes as many tokens as `at_once` says. The last one gives how many tokens of the text
+    were computed, the others 0.
     """
     model, tokens = parts.model, before + text
     if model.refusal or model.is_alone(len(tokens)):
         return
     started = time.perf_counter()
     prefilled = prefill(tokens, parts, Terms("exact", tenant), capacity=len(tokens))
-    busy_s = time.perf_counter() - started
-    for seconds in _computing(prefilled.slots, tokens, prefilled.pending, parts):
-        busy_s += seconds
+    times = [time.perf_counter() - started]
+    for seconds in _computing(prefilled.slots, tokens, prefilled.pending, parts, at_once):
+        times.append(seconds)
         yield 0
-    parts.cost.observe(prefilled.work, busy_s)
+    if len(times) == 2:  # pieces take longer than a prefill, which is what the model is asked for
+        parts.cost.observe(prefilled.work, sum(times))
     size = parts.piece_tokens or 1
     whole = tokens[: len(tokens) // size * size]
     if whole:
@@ -79,7 +105,7 @@ def warming(text: list[int], parts: Parts, *, before: list[int], tenant: str) ->
         if before and parts.options.recompute_strategy == "sensitivity":
             other = model.fresh_slots(len(whole))
             changed = reordered(whole, len(before))
-            for _ in _computing(other, changed, range(len(whole)), parts):
+            for _ in _computing(other, changed, range(len(whole)), parts, at_once):
                 yield 0
             known = context_sensitivity(prefilled.slots, other, len(before))
         keep(prefilled, whole, parts, tenant=tenant, sensitivities=known)
@@ -88,12 +114,17 @@ def warming(text: list[int], parts: Parts, *, before: list[int], tenant: str) ->
 
 
 def _computing(
-    slots: SlotCache, tokens: Sequence[int], positions: Sequence[int], parts: Parts
+    slots: SlotCache,
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    parts: Parts,
+    at_once: Callable[[], int],
 ) -> Iterator[float]:
     """Compute rows a piece at a time; how many seconds each took."""
-    size = parts.piece_tokens or PIECE_TOKENS
-    for first in range(0, len(positions), size):
+    first = 0
+    while first < len(positions):
         started = time.perf_counter()
-        piece = positions[first : first + size]
+        piece = positions[first : first + (parts.piece_tokens or at_once())]
         parts.model.forward(slots, [tokens[place] for place in piece], piece)
+        first += len(piece)
         yield time.perf_counter() - started

@@ -229,7 +229,8 @@ class PackedMask:
             segments = list(group)
             shared, together = segments[0].rows.shared, []
             if joins and shared is None:
-                together = [segment for segment in segments if segment.is_small]
+                small = [segment for segment in segments if segment.is_small]
+                together = small if len(small) > 1 else []
             elif joins and all(segment.rows.own.scattered is None for segment in segments):
                 together = segments
             if together:

@@ -12,7 +12,7 @@ from kvboost.core import KVGeometry
 from kvboost.models.slots import RowCache, SlotCache
 
 if TYPE_CHECKING:
-    from kvboost.models.rows import Rows
+    from kvboost.models.rows import Rows, SharedRows
 
 
 class Pool(ABC):
@@ -39,9 +39,13 @@ class Pool(ABC):
         """
         size, members = self.block_size, list(running)
         used = sum(-(-most // size) - rows.num_shared // size for rows, most in members)
-        used += sum({rows.shared: -(-rows.num_shared // size) for rows, _ in members}.values())
+        used += self.count_shared({rows.shared for rows, _ in members if rows.shared is not None})
         num_copied = 0 if size == 1 else 1  # the new one may be the first to share in a block
         return used + -(-num_tokens // size) + num_copied <= self.num_blocks
+
+    def count_shared(self, shared: set[SharedRows]) -> int:
+        """Blocks that shared rows take."""
+        return sum(-(-each.num_rows // self.block_size) for each in shared)
 
 
 class SlotPool(Pool):

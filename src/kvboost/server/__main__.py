@@ -9,7 +9,7 @@ def main() -> int:
     """Serve, if what that needs is installed; returns the exit code."""
     try:
         from kvboost.server.serve import main as serve  # noqa: PLC0415  (an extra)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         sys.stderr.write(f"kvboost-server: {HINT} ({error.name} is missing)\n")
         return 1
     return serve()

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from kvboost.engine.results import Completion, Delta
+from kvboost.errors import DeadlineExceeded
 from kvboost.server.answers import Answers, ClientGone, unless_gone
 from kvboost.server.keys import Caller
 from kvboost.server.plans import Plan
@@ -70,11 +71,13 @@ class Running:
     @contextmanager
     def answering(self, plan: Plan, caller: Caller, outcome: Outcome) -> Iterator[Answers]:
         """Answers that are computed as long as the context lasts, on their caller's account."""
+        deadline_s = self._deadline_s - outcome.elapsed_s
+        if deadline_s <= 0:
+            raise DeadlineExceeded("not even begun in time")
         caller.charge_tokens(plan.num_tokens)
         answers = Answers()
         num_used = 0
         try:
-            deadline_s = self._deadline_s - outcome.elapsed_s
             answers.start(self._engine, plan.asks, caller.tenant, deadline_s)
             num_used = plan.prompt_tokens
             self._answers.add(answers)

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -40,13 +40,20 @@ class DrainingServer(uvicorn.Server):
     """Lets running requests finish for a while once it is told to end, then cuts them off."""
 
     def __init__(
-        self, config: uvicorn.Config, running: Running, drain_s: float, greeting: str = ""
+        self,
+        config: uvicorn.Config,
+        running: Running,
+        drain_s: float,
+        *,
+        greeting: str,
+        close: Callable[[], None],
     ) -> None:
-        """`greeting` is said once connections are taken."""
+        """`greeting` is said once connections are taken, `close` called when none is left."""
         super().__init__(config)
         self._running = running
         self._drain_s = drain_s
         self._greeting = greeting
+        self._close = close
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to take connections, and say so."""
@@ -68,6 +75,8 @@ class DrainingServer(uvicorn.Server):
         cutting = asyncio.get_running_loop().call_later(self._drain_s, self._running.cut)
         await super().shutdown(sockets)
         cutting.cancel()
+        # Texts that are being warmed would go on, and the loop waits for their thread.
+        await asyncio.to_thread(self._close)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,7 +140,8 @@ def serve(
     host, port = bound.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     greeting = f"serving {model.name} at http://{shown}:{port}\n"
-    DrainingServer(config, app.state.running, options.drain_s, greeting).run([bound])
+    running, drain_s = app.state.running, options.drain_s
+    DrainingServer(config, running, drain_s, greeting=greeting, close=engine.close).run([bound])
     return 0
 
 

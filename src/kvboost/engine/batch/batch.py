@@ -40,7 +40,10 @@ FIRST_NEW_ROWS = 128  # room for an answer to start with; buffers grow when it i
 
 
 class Batch:
-    """Requests that wait and requests that run. All methods but `stats` on the engine's thread."""
+    """Requests that wait and requests that run. All methods on the engine's thread.
+
+    `stats` and `is_busy` on any thread.
+    """
 
     def __init__(self, parts: Parts, add_idle: Callable[[Idle], None]) -> None:
         self._parts, self._add_idle = parts, add_idle
@@ -73,6 +76,11 @@ class Batch:
         return POLL_S if self._waiting else None  # for a tier
 
     @property
+    def is_busy(self) -> bool:
+        """Whether answers are running."""
+        return bool(self._running)
+
+    @property
     def _is_gathering(self) -> bool:
         """Whether an idle batch still waits for company."""
         window_s = self._parts.options.batch_window_ms / 1e3
@@ -103,8 +111,7 @@ class Batch:
             if member.ticket.is_cancelled:
                 self._fail(member, CancelledError("cancelled by its caller"))
             elif member.deadline_at is not None and now > member.deadline_at:
-                waited = now - member.request.started_at
-                self._fail(member, DeadlineExceeded(f"not done after {waited:.1f} s"))
+                self._fail(member, DeadlineExceeded("not done in time"))
 
     def _let_join(self) -> None:
         """Take in requests as long as their prompts fit in the next step, and a few more.
@@ -157,6 +164,8 @@ class Batch:
         owner, num_alike = self._find_alike(member)
         if owner is None or member.names is None or owner.num_ready >= num_alike:
             return False
+        if owner.num_shareable < owner.num_ready:  # what it computes now lies elsewhere
+            return False
         num_stored = find(*member.names, self._parts.store.index).num_reused
         num_known = max(num_stored, owner.num_ready)
         return num_alike - num_known > (len(member.request.tokens) - num_known) / 2
@@ -201,6 +210,9 @@ class Batch:
         if owner is None or owner.rows is None:
             return None
         most = min(num_alike, owner.num_ready, len(member.request.tokens) - 1)
+        before = owner.rows.num_shared
+        if before <= most < before + LEAST_SHARED:
+            most = before  # a few rows more are not worth leaving the others who share these
         if most < LEAST_SHARED:
             return None
         return owner.rows.share(most // SHARED_STEP * SHARED_STEP)

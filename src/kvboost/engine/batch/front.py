@@ -111,6 +111,10 @@ class BatchFront:
                     ticket.cancel()
             raise
 
+    def is_busy(self) -> bool:
+        """Whether answers are running."""
+        return self._batch.is_busy
+
     def stats(self) -> dict[str, Any]:
         """Sizes now, and counts since the engine was made."""
         return self._batch.stats()
