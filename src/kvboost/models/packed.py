@@ -153,7 +153,7 @@ class PackedCache(Cache):
                 own.scatter([place - shift for place in segment.positions])
             segment.num_visible = own.visible_after(len(segment.tokens))
             own.make_room(segment.num_visible)
-        # Who shares rows stands together, and among them the small ones.
+        # Who shares rows stands together; those that attend together first, first the small ones.
         self.segments = sorted(segments, key=_order)
         start = 0
         for segment in self.segments:
@@ -227,14 +227,11 @@ class PackedMask:
         self._masks: dict[int, torch.Tensor | None] = {}
         for _, group in groupby(cache.segments, key=lambda each: id(each.rows.shared)):
             segments = list(group)
-            shared, together = segments[0].rows.shared, []
-            if joins and shared is None:
-                small = [segment for segment in segments if segment.is_small]
-                together = small if len(small) > 1 else []
-            elif joins and all(segment.rows.own.scattered is None for segment in segments):
-                together = segments
+            together = []
+            if joins and len(cache.segments) > 1:  # who is alone has the kernels of `generate`
+                together = [each for each in segments if each.rows.own.scattered is None]
             if together:
-                self._runs.append((Together(shared, together), together))
+                self._runs.append((Together(segments[0].rows.shared, together), together))
             for segment in segments[len(together) :]:
                 self._runs.append((None, [segment]))
                 own, before = segment.rows.own, segment.rows.num_shared
@@ -288,8 +285,9 @@ def keep_logits(model: PreTrainedModel, wanted: int | torch.Tensor) -> dict[str,
     return {"logits_to_keep": wanted} if has_it else {}
 
 
-def _order(segment: Segment) -> tuple[int, bool]:
-    return id(segment.rows.shared), not segment.is_small
+def _order(segment: Segment) -> tuple[int, bool, bool]:
+    is_scattered = segment.rows.own.scattered is not None
+    return id(segment.rows.shared), is_scattered, not segment.is_small
 
 
 def _paged(segments: Sequence[Segment]) -> list[PagedCache]:
