@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from kvboost.errors import KVBoostError
-from kvboost.server import HINT
+from kvboost.server.__main__ import HINT
 
 if TYPE_CHECKING:
     from kvboost.cli.main import Commands

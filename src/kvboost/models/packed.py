@@ -227,11 +227,12 @@ class PackedMask:
         self._masks: dict[int, torch.Tensor | None] = {}
         for _, group in groupby(cache.segments, key=lambda each: id(each.rows.shared)):
             segments = list(group)
-            together = []
-            if joins and len(cache.segments) > 1:  # who is alone has the kernels of `generate`
+            shared, together = segments[0].rows.shared, []
+            # Who is alone and shares nothing has the kernels of `generate`, and so the same bits.
+            if joins and (shared is not None or len(cache.segments) > 1):
                 together = [each for each in segments if each.rows.own.scattered is None]
             if together:
-                self._runs.append((Together(segments[0].rows.shared, together), together))
+                self._runs.append((Together(shared, together), together))
             for segment in segments[len(together) :]:
                 self._runs.append((None, [segment]))
                 own, before = segment.rows.own, segment.rows.num_shared

@@ -1,3 +1,1 @@
 """The HTTP server: OpenAI's API over an engine, and what an operator watches it with."""
-
-HINT = "the server needs `pip install 'kvboost[server]'`"

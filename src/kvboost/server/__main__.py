@@ -2,7 +2,7 @@
 
 import sys
 
-from kvboost.server import HINT
+HINT = "the server needs `pip install 'kvboost[server]'`"
 
 
 def main() -> int:
