@@ -307,7 +307,11 @@ def _zeros(shape: tuple[int, ...], dtype: str, device: torch.device) -> torch.Te
     kind = getattr(torch, dtype)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=kind, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * kind.itemsize)
+    num_bytes = math.prod(shape) * kind.itemsize
+    if hasattr(mmap, "MAP_PRIVATE"):
+        memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:  # Windows
+        memory = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a block is a few rows in each of many places
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=kind).view(shape)
