@@ -67,4 +67,4 @@ def test_texts_under_load_are_those_alone(live: KVBoostServer) -> None:
     assert [
         each for each in zip(requests, together, alone, strict=True) if each[1] != each[2]
     ] == []
-    assert len(set(alone)) > 0.8 * num_requests  # a mix-up would show
+    assert len(set(alone)) > 0.7 * num_requests  # a mix-up would show
