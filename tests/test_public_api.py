@@ -25,6 +25,7 @@ def test_exported_names_are_pinned_and_resolve() -> None:
         "KVBoost",
         "KVBoostError",
         "ReuseReport",
+        "Sampling",
         "TextStream",
         "UnsupportedModel",
         "WarmResult",

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvboost.core import Sampling
     from kvboost.engine.engine import KVBoost
     from kvboost.engine.paged import CPUPagedEngine
     from kvboost.engine.results import (
@@ -31,6 +32,7 @@ _HOMES = {
     "GenerationMode": "kvboost.engine.results",
     "GenerationResult": "kvboost.engine.results",
     "ReuseReport": "kvboost.engine.results",
+    "Sampling": "kvboost.core",
     "WarmResult": "kvboost.engine.results",
     "TextStream": "kvboost.engine.stream",
     "CacheError": "kvboost.errors",
@@ -49,6 +51,7 @@ __all__ = [
     "KVBoost",
     "KVBoostError",
     "ReuseReport",
+    "Sampling",
     "TextStream",
     "UnsupportedModel",
     "WarmResult",

@@ -139,6 +139,8 @@ def test_a_batch_answers_each_prompt_with_its_own_settings(engine: KVBoost) -> N
     ]
     with pytest.raises(ConfigError, match="2 entries for 3 prompts"):
         engine.generate_batch(prompts, per_prompt=[{}, {}])
+    with pytest.raises(ConfigError, match="a list of prompts"):
+        engine.generate_batch("a text")
 
 
 def test_a_stream_yields_the_answer_piece_by_piece(engine: KVBoost) -> None:

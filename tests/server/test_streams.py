@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -159,15 +158,30 @@ def test_a_text_that_is_being_warmed_does_not_hold_up_the_end(
         raise KVBoostError("the engine is closed")
 
     def ask(url: str) -> None:
-        with contextlib.suppress(httpx.RemoteProtocolError):
-            httpx.post(f"{url}/v1/warm", json={"text": "a"}, timeout=WAIT_S)
+        replies.append(httpx.post(f"{url}/v1/warm", json={"text": "a"}, timeout=WAIT_S))
 
+    replies: list[httpx.Response] = []
     monkeypatch.setattr(stand.engine, "warm", warm)
     with stand.listening() as url:
         asking = threading.Thread(target=ask, args=(url,))
         asking.start()
         assert begun.wait(WAIT_S)
     asking.join(WAIT_S)
+    assert stand.engine.is_closed
+    assert replies[0].status_code == 503
+    assert replies[0].json()["error"]["code"] == "shutting_down"
+
+
+def test_a_second_interrupt_ends_at_once() -> None:
+    stand = Stand(drain_s=10 * WAIT_S)
+    with stand.listening() as url, httpx.Client(timeout=WAIT_S) as client:
+        hold_after_one(stand)
+        with client.stream("POST", f"{url}/v1/completions", json=BODY | {"stream": True}) as reply:
+            lines = (line for line in reply.iter_lines() if line)
+            next(lines)
+            for _ in range(2):
+                stand.server.handle_exit(signal.SIGINT, None)
+            assert data(list(lines)[-1])["error"]["code"] == "shutting_down"
     assert stand.engine.is_closed
 
 

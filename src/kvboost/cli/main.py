@@ -30,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KVBoostError, OSError, UnicodeDecodeError) as error:
         sys.stderr.write(f"kvboost: {error}\n")
         return 1
+    except KeyboardInterrupt:
+        return 130
     return code
 
 

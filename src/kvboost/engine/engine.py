@@ -147,6 +147,8 @@ class KVBoost:
         `per_prompt` holds arguments of single prompts, which win over the common ones. Prompts
         with arguments that only Transformers' `generate()` knows are answered one by one.
         """
+        if isinstance(prompts, str):
+            raise ConfigError("generate_batch takes a list of prompts, not a text")
         own = per_prompt or [{}] * len(prompts)
         if len(own) != len(prompts):
             raise ConfigError(f"per_prompt has {len(own)} entries for {len(prompts)} prompts")

@@ -163,7 +163,8 @@ class Endpoints:
             ttl_s=body.ttl_s,
             tenant=_tenant(body.tenant, request),
         )
-        return JSONResponse(dataclasses.asdict(await asyncio.to_thread(warming)))
+        result = await self._running.unless_cut(asyncio.to_thread(warming))
+        return JSONResponse(dataclasses.asdict(result))
 
     async def cached(
         self,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -24,6 +24,8 @@ from kvboost.server.replies import account, event, headers
 
 if TYPE_CHECKING:
     from kvboost.engine.engine import KVBoost
+
+T = TypeVar("T")
 
 STALL_S = 60.0  # a reader that takes nothing for so long is cut off
 DONE = b"data: [DONE]\n\n"
@@ -58,6 +60,7 @@ class Running:
         self._engine = engine
         self._deadline_s = deadline_s
         self._answers: set[Answers] = set()
+        self._is_cut = asyncio.Event()
         self.is_draining = False
 
     def __len__(self) -> int:
@@ -65,8 +68,24 @@ class Running:
 
     def cut(self) -> None:
         """End all with an error."""
+        self._is_cut.set()
         for answers in list(self._answers):
             answers.cut(ShuttingDown())
+
+    async def unless_cut(self, work: Awaitable[T]) -> T:
+        """Wait for other work than answers, but not beyond the end.
+
+        Raises:
+            ShuttingDown: the end has come; the work may go on.
+        """
+        task, cut = asyncio.ensure_future(work), asyncio.ensure_future(self._is_cut.wait())
+        try:
+            await asyncio.wait({task, cut}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ShuttingDown
+            return task.result()
+        finally:
+            cut.cancel()
 
     @contextmanager
     def answering(self, plan: Plan, caller: Caller, outcome: Outcome) -> Iterator[Answers]:

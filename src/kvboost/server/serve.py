@@ -57,21 +57,25 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to take connections, and say so."""
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         _say(self._greeting)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End, or on a second Ctrl+C end at once.
+        """End; on a second Ctrl+C without waiting for what runs.
 
         The signal is not raised again afterwards, as uvicorn would do: the engine is still to be
         closed, and an end that was asked for is no failure.
         """
-        self.force_exit = self.should_exit and sig == signal.SIGINT
+        if self.should_exit and sig == signal.SIGINT:
+            self._loop.call_soon_threadsafe(self._running.cut)
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more, and give what runs its time."""
         self._running.is_draining = True
+        if len(self._running):
+            _say(f"ending: {len(self._running)} requests have {self._drain_s:g} s left\n")
         cutting = asyncio.get_running_loop().call_later(self._drain_s, self._running.cut)
         await super().shutdown(sockets)
         cutting.cancel()
@@ -88,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KVBoostError, OSError, UnicodeDecodeError) as error:
         sys.stderr.write(f"kvboost-server: {error}\n")
         return 1
+    except KeyboardInterrupt:  # before it serves
+        return 130
 
 
 ABOUT = "Serves a model with OpenAI's API. An option is taken from its flag, else from its \
@@ -136,6 +142,7 @@ def serve(
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(options.drain_s + GRACE_S) + 1,
         ws="none",
+        lifespan="off",
     )
     host, port = bound.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -166,7 +173,7 @@ def _load(options: ServerOptions, engine_options: Options) -> tuple[KVBoost, Ser
 
         try:
             model, tokenizer = load(options.model, options.device, {"dtype": options.dtype})
-        except ValueError as error:  # how Transformers says that something is missing
+        except (ValueError, AssertionError) as error:  # something is missing, CUDA for one
             raise ConfigError(f"model {options.model}: {error}") from error
     with _told("certifying"):
         engine = KVBoost(model, tokenizer, **dataclasses.asdict(engine_options))
