@@ -111,7 +111,10 @@ def record(**changes: Any) -> RequestRecord:
         "finish_reason": "stop",
         "completions": (completion(),),
     }
-    return RequestRecord(**{**fields, **changes})
+    fields |= changes
+    answers = fields["completions"]
+    fields.setdefault("prompt_tokens", answers[0].prompt_tokens if answers else 0)
+    return RequestRecord(**fields)
 
 
 def failed(status: int = 503, error: str = "queue_full", **changes: Any) -> RequestRecord:

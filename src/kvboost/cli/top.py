@@ -82,7 +82,8 @@ def fetch(url: str, api_key: str) -> dict[str, Any]:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
             stats = json.load(reply)
     except urllib.error.HTTPError as error:
-        hint = ": give a key with KVBOOST_API_KEY" if error.code in (401, 403) else ""
+        needs_key = error.code in (401, 403)
+        hint = ": give an administrator's key with KVBOOST_API_KEY" if needs_key else ""
         raise KVBoostError(f"{url} answered {error.code} {error.reason}{hint}") from error
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)

@@ -44,6 +44,7 @@ class Outcome:
     error: str = ""
     finish_reason: str = ""
     num_cut_tokens: int = 0  # of answers that did not come to their end
+    prompt_tokens: int = 0
     completions: list[Completion] = field(default_factory=list)
     arrived_at: float = field(default_factory=time.perf_counter)
 
@@ -98,7 +99,7 @@ class Running:
         num_used = 0
         try:
             answers.start(self._engine, plan.asks, caller.tenant, deadline_s)
-            num_used = plan.prompt_tokens
+            num_used = outcome.prompt_tokens = plan.prompt_tokens
             self._answers.add(answers)
             yield answers
         finally:

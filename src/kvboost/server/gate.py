@@ -141,5 +141,6 @@ class Gate:
             finish_reason=outcome.finish_reason,
             completions=tuple(outcome.completions),
             num_cut_tokens=outcome.num_cut_tokens,
+            prompt_tokens=outcome.prompt_tokens,
             traceparent=Headers(scope=scope).get("traceparent", ""),
         )

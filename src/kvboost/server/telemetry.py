@@ -57,6 +57,7 @@ class RequestRecord:
     finish_reason: str = ""  # "stop" | "length" | "tool_calls" | "cancelled" | ""
     completions: tuple[Completion, ...] = ()  # several for n > 1
     num_cut_tokens: int = 0  # of answers that did not come to their end
+    prompt_tokens: int = 0  # of all prompts, each counted once
     traceparent: str = ""  # the W3C header of the request
 
     @property
@@ -66,11 +67,6 @@ class RequestRecord:
         A caller who went away is none.
         """
         return self.finish_reason != "cancelled" and (self.status >= 400 or bool(self.error))
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt, which all answers have in common."""
-        return self.completions[0].prompt_tokens if self.completions else 0
 
     @property
     def cached_tokens(self) -> int:
