@@ -4,7 +4,7 @@ from __future__ import annotations
 
 MOST_TOKENS = 1024  # of prompts in a step while nobody waits for a next token
 LEAST_TOKENS, FIRST_TOKENS = 8, 48  # beside answers
-SLOWER = 1.5  # the time of a step with prompts by that of one without, as it shall be
+SLOWER = 1.7  # the time of a step with prompts by that of one without, as it shall be
 RECENT = 0.2  # weight of the newest measurement
 CAUTION = 0.3  # how far one step changes the room for prompts
 LEAST_CHANGE, MOST_CHANGE = 0.8, 1.25
