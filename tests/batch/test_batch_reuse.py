@@ -229,6 +229,21 @@ def test_tenants_share_nothing(engine: KVBoost) -> None:
     first.cancel()
 
 
+def test_a_few_more_rows_in_common_do_not_divide_those_who_share() -> None:
+    common = words(256, seed=720)
+    longer = common + words(64, seed=721)
+    with engine_of(max_batch_size=4) as engine, gate_of(engine):
+        tickets = []
+        for prompt in ([*common, 7], [*longer, 8], [*longer, 9]):
+            begun = threading.Event()
+            tickets.append(engine.submit(prompt, ENDLESS, listener=lambda _, b=begun: b.set()))
+            assert begun.wait(WAIT_S)
+        shared = [member.rows.shared for member in engine._front._batch._running]
+        assert len(shared) == 3 and len(set(shared)) == 1
+        for ticket in tickets:
+            ticket.cancel()
+
+
 def test_other_calls_between_steps_change_no_answer(engine: KVBoost) -> None:
     prompts = mixed_prompts(6, seed=7)
     tickets = [engine.submit(prompt, greedy(40)) for prompt in prompts]

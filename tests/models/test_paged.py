@@ -318,6 +318,27 @@ def test_no_block_is_copied_where_sharing_ends_at_its_border() -> None:
     assert pool.stats()["copied_blocks"] == 0
 
 
+def test_blocks_that_several_share_are_counted_once() -> None:
+    pool = pool_of(12, 4)
+    owner = Rows(pool.cache(16))
+    owner.write(Span(0, 16), numbers(16, 1))
+    first = Rows(pool.cache(0), owner.share(8))
+    second = Rows(pool.cache(0), owner.share(16))
+    running = [(owner, 16), (first, 12), (second, 20)]
+    assert pool.stats()["used_blocks"] == 4
+    assert pool.fits(running, 20) and not pool.fits(running, 21)
+
+
+def test_rows_at_another_place_of_their_block_cannot_be_shared_on() -> None:
+    pool = pool_of(12, 4)
+    owner = Rows(pool.cache(8))
+    owner.write(Span(0, 8), numbers(8, 1))
+    for num_shared, num_shareable in ((6, 6), (4, 7)):
+        reader = Rows(pool.cache(3), owner.share(8).head(num_shared))
+        reader.write(Span(num_shared, num_shared + 3), numbers(3, 2))
+        assert reader.num_shareable == num_shareable
+
+
 def test_blocks_come_without_what_was_in_them() -> None:
     pool = pool_of(2, 4)
     cache = pool.cache(8)

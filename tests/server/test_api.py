@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from fake_serving import Stand
 from kvboost.errors import KVBoostError
+from kvboost.server import exchange
 from kvboost.server.bodies import ChatBody, CompletionBody
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -518,6 +519,22 @@ def test_a_full_queue_is_503_and_nothing_is_left_of_the_request(
     assert reply.headers["retry-after"] == "1"
     assert reply.json()["error"]["code"] == "queue_full"
     assert all(ticket.is_cancelled for ticket in stand.engine.tickets)
+
+
+def test_a_deadline_counts_from_the_arrival_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(request_deadline_s=100.0)
+    given: list[float] = []
+    submit = stand.engine.submit
+
+    def noted(*arguments: Any, deadline_s: float, **options: Any) -> Any:
+        given.append(deadline_s)
+        return submit(*arguments, deadline_s=deadline_s, **options)
+
+    monkeypatch.setattr(stand.engine, "submit", noted)
+    for late_s, status in ((60.0, 200), (101.0, 504)):
+        monkeypatch.setattr(exchange.Outcome, "elapsed_s", property(lambda _, s=late_s: s))
+        assert client_of(stand).post(CHAT, json={"messages": USER}).status_code == status
+    assert given == [40.0]
 
 
 def test_more_answers_than_ever_fit_are_refused_for_good(client: TestClient) -> None:

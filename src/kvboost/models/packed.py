@@ -75,7 +75,7 @@ class Segment:
 
 
 class SmallRows:
-    """All small segments of a step: their rows are written and read together."""
+    """All small segments of a step: their rows are written together."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments

@@ -148,15 +148,19 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     Raises:
         ClientGone: it went.
     """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(disconnected(request))
+    return await unless(disconnected(request), work, ClientGone())
+
+
+async def unless(event: Awaitable[object], work: Awaitable[T], error: Exception) -> T:
+    """Wait for some work, but give it up with an error when something else happens first."""
+    task, other = asyncio.ensure_future(work), asyncio.ensure_future(event)
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, other}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise error
         return task.result()
     finally:
-        gone.cancel()
+        other.cancel()
         task.cancel()
 
 

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvboost.engine.results import Completion, Delta
 from kvboost.errors import DeadlineExceeded
-from kvboost.server.answers import Answers, ClientGone, unless_gone
+from kvboost.server.answers import Answers, ClientGone, unless, unless_gone
 from kvboost.server.keys import Caller
 from kvboost.server.plans import Plan
 from kvboost.server.problems import ShuttingDown, internal, problem_of
@@ -77,16 +77,9 @@ class Running:
         """Wait for other work than answers, but not beyond the end.
 
         Raises:
-            ShuttingDown: the end has come; the work may go on.
+            ShuttingDown: the end has come.
         """
-        task, cut = asyncio.ensure_future(work), asyncio.ensure_future(self._is_cut.wait())
-        try:
-            await asyncio.wait({task, cut}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ShuttingDown
-            return task.result()
-        finally:
-            cut.cancel()
+        return await unless(self._is_cut.wait(), work, ShuttingDown())
 
     @contextmanager
     def answering(self, plan: Plan, caller: Caller, outcome: Outcome) -> Iterator[Answers]:

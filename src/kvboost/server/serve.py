@@ -75,7 +75,7 @@ class DrainingServer(uvicorn.Server):
         """Take no more, and give what runs its time."""
         self._running.is_draining = True
         if len(self._running):
-            _say(f"ending: {len(self._running)} requests have {self._drain_s:g} s left\n")
+            _say(f"ending in {self._drain_s:g} s; still running: {len(self._running)}\n")
         cutting = asyncio.get_running_loop().call_later(self._drain_s, self._running.cut)
         await super().shutdown(sockets)
         cutting.cancel()
