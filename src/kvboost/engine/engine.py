@@ -101,17 +101,25 @@ class KVBoost:
         self._warming = Warming(self._parts, self._worker, self._front.is_busy)
 
     @classmethod
-    def from_pretrained(cls, model: str, *, device: str | None = None, **arguments: Any) -> Self:
+    def from_pretrained(
+        cls,
+        model: str,
+        *,
+        device: str | None = None,
+        max_weight_bytes: int | None = None,
+        **arguments: Any,
+    ) -> Self:
         """Load a model and its tokenizer by name or folder.
 
-        `arguments` are our options and those of Transformers' `from_pretrained` (dtype, revision,
-        gguf_file, quantization_config ...).
+        With `max_weight_bytes` a model runs that does not fit: at most that much of its weights is
+        in memory at a time. `arguments` are our options and those of Transformers'
+        `from_pretrained` (dtype, revision, gguf_file, quantization_config ...).
         """
         host_names = {*SHARED, *MODEL_ONLY}
         own = {name: value for name, value in arguments.items() if name not in host_names}
         make_options(own, also_known=host_names)
         host = {name: value for name, value in arguments.items() if name in host_names}
-        return cls(*load(model, device, host), **own)
+        return cls(*load(model, device, host, max_weight_bytes), **own)
 
     def generate(
         self,

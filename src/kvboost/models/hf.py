@@ -238,7 +238,7 @@ class HFModel:
         started = time.perf_counter()
         model = self.model
         self._geometry = certify.measure_geometry(model)
-        native = certify.native_logits(model)
+        native = certify.run_native(model, self._geometry)
         self._rotations = certify.measure_rotations(model, self._geometry)
         self._position_limit = certify.position_limit(model)
         wanted = attention.counterpart(model)

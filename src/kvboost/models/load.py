@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvboost.weights.stream import stream_weights
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -46,15 +48,23 @@ MODEL_ONLY = (
 
 
 def load(
-    name: str, device: str | torch.device | None, arguments: dict[str, Any]
+    name: str,
+    device: str | torch.device | None,
+    arguments: dict[str, Any],
+    max_weight_bytes: int | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load both; the model goes to `device`, or else to a GPU if there is one."""
+    """Load both; the model goes to `device`, or else to a GPU if there is one.
+
+    With `max_weight_bytes` only that much of its weights is there at a time.
+    """
     tokenizer = AutoTokenizer.from_pretrained(
         name, **{key: value for key, value in arguments.items() if key in SHARED}
     )
     model = AutoModelForCausalLM.from_pretrained(name, **arguments)
     target = device or ("cuda" if torch.cuda.is_available() else None)
-    if target is not None and "device_map" not in arguments:
+    if max_weight_bytes is not None:
+        stream_weights(model, max_weight_bytes, target or "cpu")
+    elif target is not None and "device_map" not in arguments:
         model = model.to(target)
     return model, tokenizer
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from kvboost.errors import ConfigError
+from kvboost.weights.stream import streamed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,6 +33,8 @@ def prepack(model: PreTrainedModel) -> Callable[[], None]:
             "prepack_weights=True is for bfloat16 on a CPU, "
             f"not for {str(model.dtype).removeprefix('torch.')} on {model.device.type}"
         )
+    if streamed(model) is not None:
+        raise ConfigError("prepack_weights=True keeps all weights in memory; they are streamed")
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         raise ConfigError("prepack_weights=True needs a torch that was built with oneDNN")
     linears = [each for each in model.modules() if type(each) is torch.nn.Linear]

@@ -1,0 +1,195 @@
+"""A causal LM whose weights do not fit: layers come as a forward reaches them.
+
+>>> model = AutoModelForCausalLM.from_pretrained("path/or/name")     # doctest: +SKIP
+>>> stream_weights(model, max_weight_bytes=3 * 2**30)                # doctest: +SKIP
+>>> model.generate(**inputs)                                         # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from kvboost.errors import ConfigError
+from kvboost.weights.attach import Undo, attach_parts, attach_rows, attach_whole
+from kvboost.weights.carrier import Brought, Carrier, Tensors
+from kvboost.weights.copies import DeviceCopies
+from kvboost.weights.layout import Holding, Layout, WeightPiece, find_layout
+from kvboost.weights.pages import HUGE_PAGE, MappedPages
+from kvboost.weights.plan import piece_bytes, plan
+from kvboost.weights.window import Window
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ATTRIBUTE = "kvboost_weights"  # of a model whose weights are streamed
+
+
+def stream_weights(
+    model: PreTrainedModel, max_weight_bytes: int, device: torch.device | str = "cpu"
+) -> StreamedWeights:
+    """Run `model` with at most `max_weight_bytes` of its weights in the memory of `device`.
+
+    The model must be on the CPU. If it shall run there, its weights must lie in memory-mapped
+    files, as Transformers leaves them when it loads safetensors in their own dtype. They are read
+    again and again: to change them in place has no effect. Undone by `close`.
+
+    Raises:
+        ConfigError: the budget is too small, or too much of the model cannot be streamed.
+    """
+    if streamed(model) is not None:
+        raise ConfigError("the weights of this model are streamed already")
+    if model.device.type != "cpu":
+        raise ConfigError(f"weights are streamed from the CPU, and the model is on {model.device}")
+    target = torch.device(device)
+    carrier = MappedPages() if target.type == "cpu" else DeviceCopies(target)
+    return StreamedWeights(model, max_weight_bytes, carrier)
+
+
+def streamed(model: torch.nn.Module) -> StreamedWeights | None:
+    """The streamed weights of a model, if they are."""
+    weights: StreamedWeights | None = getattr(model, ATTRIBUTE, None)
+    return weights
+
+
+@dataclass(frozen=True)
+class WeightStats:
+    """Where the bytes are, and what happened since the weights are streamed."""
+
+    resident_bytes: int
+    window_bytes: int
+    peak_window_bytes: int
+    streamed_bytes: int
+    num_uses: int  # of pieces that come and go
+    num_waits: int  # uses of a piece that was not there yet
+
+
+class StreamedWeights:
+    """The weights of one model, most of them elsewhere. One forward at a time."""
+
+    def __init__(self, model: PreTrainedModel, max_weight_bytes: int, carrier: Carrier) -> None:
+        """Let weights come and go; `stream_weights` chooses the carrier."""
+        limit_bytes = piece_bytes(max_weight_bytes)
+        layout = find_layout(model, carrier, limit_bytes)
+        pieces = layout.pieces
+        looked_up_bytes = 0 if layout.rows is None else limit_bytes
+        fixed_bytes = layout.fixed_bytes + looked_up_bytes
+        chosen = plan([p.size_bytes for p in pieces], fixed_bytes, max_weight_bytes)
+        self._model, self._carrier = weakref.ref(model), carrier
+        self._resident = {pieces[index] for index in chosen.resident}
+        self._resident_bytes = fixed_bytes + sum(p.size_bytes for p in self._resident)
+        self._window = Window(chosen.window_bytes, carrier.bring, carrier.drop)
+        self._sources: dict[int, torch.Tensor] = {}  # of what comes and goes, by identity
+        self._undo: list[Undo] = []
+        self._bring_resident()
+        for tensor in layout.fixed:
+            self._replace(tensor, carrier.place(tensor.data))
+        for holding in layout.holdings:
+            self._attach(holding)
+        self._attach_rows(layout, num_at_once=max(1, limit_bytes // HUGE_PAGE))
+        weakref.finalize(model, self._window.close)
+        setattr(model, ATTRIBUTE, self)
+
+    @property
+    def stats(self) -> WeightStats:
+        """Sizes and counts."""
+        window = self._window
+        return WeightStats(
+            resident_bytes=self._resident_bytes,
+            window_bytes=window.budget_bytes,
+            peak_window_bytes=window.peak_bytes,
+            streamed_bytes=window.brought_bytes,
+            num_uses=window.num_uses,
+            num_waits=window.num_waits,
+        )
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All parameters and buffers by name; `forget` what was read of them."""
+        model = self._model()
+        assert model is not None
+        for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):
+            yield name, self._sources.get(id(tensor), tensor)
+        self._bring_resident()
+
+    def forget(self, part: torch.Tensor) -> None:
+        """Give up the memory of a part of what `tensors` gave, if it can be brought again."""
+        if self._carrier.can_drop(part):
+            self._carrier.drop(Brought([part]))
+
+    def close(self) -> None:
+        """Give the model its weights back."""
+        model = self._model()
+        if model is not None and streamed(model) is self:
+            delattr(model, ATTRIBUTE)
+            while self._undo:
+                self._undo.pop()()
+        self._window.close()
+
+    def _bring_resident(self) -> None:
+        for piece in self._resident:
+            piece.brought = self._carrier.bring(piece.source)
+
+    @contextmanager
+    def _use(self, piece: WeightPiece) -> Iterator[Tensors]:
+        if piece in self._resident:
+            assert piece.brought is not None
+            yield piece.brought.tensors
+            return
+        with self._window.use(piece) as brought:
+            self._carrier.await_arrival(brought)
+            try:
+                yield brought.tensors
+            finally:
+                self._carrier.note_use(brought)
+
+    def _attach(self, holding: Holding) -> None:
+        module, names, pieces = holding.module, holding.names, holding.pieces
+        for name in names:
+            self._send_away(getattr(module, name))
+        if isinstance(module, torch.nn.Linear) and len(pieces) > 1:
+            self._undo.append(attach_parts(module, pieces, self._use))
+        elif pieces[0] not in self._resident:
+            self._undo.append(attach_whole(module, names, pieces[0], self._use))
+        elif pieces[0].brought is not None:
+            for name, tensor in zip(names, pieces[0].brought.tensors, strict=True):
+                self._replace(getattr(module, name), tensor)
+
+    def _attach_rows(self, layout: Layout, num_at_once: int) -> None:
+        rows, embedding, carrier = layout.rows, layout.embedding, self._carrier
+        if rows is None:
+            return
+        source, look_up = rows.data, embedding.forward
+        if not carrier.is_in_place:
+            look_up = partial(_look_up, source, carrier.device)
+        # An output layer that has the same weight keeps what is resident of it.
+        tied = [piece for piece in layout.pieces if _is_within(piece.source[0], source)]
+        goes = [p.source[0] for p in tied if p not in self._resident] if tied else [source]
+        self._send_away(rows)
+        drop = partial(carrier.drop, Brought(goes))
+        self._undo.append(attach_rows(embedding, look_up, num_at_once, drop))
+
+    def _send_away(self, tensor: torch.Tensor) -> None:
+        """Note where a tensor comes from; what is computed elsewhere leaves nothing behind."""
+        if id(tensor) not in self._sources:  # tied
+            self._sources[id(tensor)] = tensor.data
+            if not self._carrier.is_in_place:
+                self._replace(tensor, tensor.new_empty(0, device=self._carrier.device))
+
+    def _replace(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        self._undo.append(partial(setattr, tensor, "data", tensor.data))
+        tensor.data = data
+
+
+def _look_up(source: torch.Tensor, device: torch.device, ids: torch.Tensor) -> torch.Tensor:
+    return F.embedding(ids.to(source.device), source).to(device)
+
+
+def _is_within(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    return whole.data_ptr() <= part.data_ptr() < whole.data_ptr() + whole.nbytes

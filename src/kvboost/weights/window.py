@@ -1,0 +1,165 @@
+"""Pieces of weights that come before they are needed and go after it, within a budget.
+
+The order in which pieces are used is learnt from use: after each piece comes the one that came
+after it last time. A thread brings what comes next while the piece before it is computed with.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+S = TypeVar("S")
+"""Where a piece comes from."""
+B = TypeVar("B")
+"""What it is when it is there."""
+
+
+@dataclass(eq=False)
+class Piece(Generic[S, B]):
+    """Weights that come and go together."""
+
+    source: S
+    size_bytes: int
+    brought: B | None = None
+    error: Exception | None = None
+    num_users: int = 0
+    next: Piece[S, B] | None = field(default=None, repr=False)
+
+
+class Window(Generic[S, B]):
+    """Holds pieces of up to `budget_bytes`, more only if one alone or those in use are larger."""
+
+    def __init__(
+        self, budget_bytes: int, bring: Callable[[S], B], drop: Callable[[B], None]
+    ) -> None:
+        self.budget_bytes, self._bring, self._drop = budget_bytes, bring, drop
+        self.num_uses = self.num_waits = self.brought_bytes = self.peak_bytes = 0
+        self._held: dict[Piece[S, B], None] = {}  # in the order in which they came
+        self._held_bytes = 0
+        self._last: Piece[S, B] | None = None
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="kvboost-weights", daemon=True)
+        self._thread.start()
+
+    def enter(self, piece: Piece[S, B]) -> B:
+        """Wait until a piece is there; it stays until `leave`.
+
+        Raises:
+            Exception: what bringing it raised.
+        """
+        with self._changed:
+            if self._last is not None:
+                self._last.next = piece
+            self._last = piece
+            piece.num_users += 1
+            self.num_uses += 1
+            self.num_waits += piece.brought is None
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: piece.brought is not None or piece.error is not None)
+            if piece.brought is None:
+                assert piece.error is not None
+                error, piece.error = piece.error, None
+                piece.num_users -= 1
+                raise error
+            return piece.brought
+
+    def leave(self, piece: Piece[S, B]) -> None:
+        """Let a piece go when its room is needed."""
+        with self._changed:
+            piece.num_users -= 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def use(self, piece: Piece[S, B]) -> Iterator[B]:
+        """`enter` and `leave` around a block."""
+        brought = self.enter(piece)
+        try:
+            yield brought
+        finally:
+            self.leave(piece)
+
+    def close(self) -> None:
+        """End the thread and drop everything; nothing may be entered any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        for piece in self._held:
+            if piece.brought is not None:
+                self._drop(piece.brought)
+                piece.brought = None
+        self._held.clear()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._is_closed and (work := self._next_work()) is None:
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                assert work is not None
+            work()
+
+    def _next_work(self) -> Callable[[], None] | None:
+        """Bring the first missing piece of those that come next, or make room for it."""
+        ahead, piece = self._ahead()
+        if piece is None:
+            return None
+        if self._held_bytes + piece.size_bytes > self.budget_bytes:
+            idle = (p for p in self._held if not p.num_users and p not in ahead)
+            victim = next(idle, None)
+            if victim is not None:
+                return self._dropping(victim)
+            if not piece.num_users:
+                return None
+        return self._bringing(piece)
+
+    def _ahead(self) -> tuple[set[Piece[S, B]], Piece[S, B] | None]:
+        """The pieces from the last used one on that are there, and the first that is not."""
+        ahead: set[Piece[S, B]] = set()
+        piece = self._last
+        while piece is not None and piece not in ahead:
+            if piece.brought is None:
+                return ahead, piece if piece.error is None else None
+            ahead.add(piece)
+            piece = piece.next
+        return ahead, None
+
+    def _dropping(self, piece: Piece[S, B]) -> Callable[[], None]:
+        brought, piece.brought = piece.brought, None
+        del self._held[piece]
+
+        def drop() -> None:
+            if brought is not None:
+                self._drop(brought)
+            with self._changed:
+                self._held_bytes -= piece.size_bytes
+
+        return drop
+
+    def _bringing(self, piece: Piece[S, B]) -> Callable[[], None]:
+        self._held[piece] = None
+        self._held_bytes += piece.size_bytes
+        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+        self.brought_bytes += piece.size_bytes
+
+        def bring() -> None:
+            brought, error = None, None
+            try:
+                brought = self._bring(piece.source)
+            except Exception as raised:
+                error = raised
+            with self._changed:
+                piece.brought, piece.error = brought, error
+                if brought is None:
+                    del self._held[piece]
+                    self._held_bytes -= piece.size_bytes
+                self._changed.notify_all()
+
+        return bring
