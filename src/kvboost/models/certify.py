@@ -72,7 +72,7 @@ def measure_geometry(model: PreTrainedModel) -> KVGeometry:
 
 @dataclass(frozen=True)
 class Native:
-    """Logits of the probe tokens by the model's own prefill, and how far others may be from them."""
+    """Logits of the probe tokens by the model's own prefill, and how far off others may be."""
 
     logits: torch.Tensor  # [tokens, vocabulary]
     tolerance: float

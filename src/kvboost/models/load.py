@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from kvboost.weights.awq import use_own_awq
 from kvboost.weights.stream import stream_weights
 
 if TYPE_CHECKING:
@@ -57,9 +59,13 @@ def load(
 
     With `max_weight_bytes` only that much of its weights is there at a time.
     """
-    tokenizer = AutoTokenizer.from_pretrained(
-        name, **{key: value for key, value in arguments.items() if key in SHARED}
-    )
+    shared = {key: value for key, value in arguments.items() if key in SHARED}
+    tokenizer = AutoTokenizer.from_pretrained(name, **shared)
+    if "config" not in arguments and (max_weight_bytes is not None or not find_spec("gptqmodel")):
+        # Transformers' own way to AWQ rearranges the weights, and wants that package.
+        config = AutoConfig.from_pretrained(name, **shared)
+        if use_own_awq(config):
+            arguments = arguments | {"config": config}
     model = AutoModelForCausalLM.from_pretrained(name, **arguments)
     target = device or ("cuda" if torch.cuda.is_available() else None)
     if max_weight_bytes is not None:
