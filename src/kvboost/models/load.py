@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from kvboost.errors import ConfigError
 from kvboost.weights.awq import use_own_awq
 from kvboost.weights.stream import stream_weights
 
@@ -59,6 +60,8 @@ def load(
 
     With `max_weight_bytes` only that much of its weights is there at a time.
     """
+    if max_weight_bytes is not None and "device_map" in arguments:
+        raise ConfigError("max_weight_bytes and device_map both say where weights are: give one")
     shared = {key: value for key, value in arguments.items() if key in SHARED}
     tokenizer = AutoTokenizer.from_pretrained(name, **shared)
     if "config" not in arguments and (max_weight_bytes is not None or not find_spec("gptqmodel")):

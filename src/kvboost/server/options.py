@@ -50,6 +50,10 @@ class ServerOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto", metadata=about("of the weights; 'auto': as they are stored")
     )
+    max_weight_bytes: int | None = field(
+        default=None,
+        metadata=about("weights in memory at a time; the rest is read as needed", low=1),
+    )
     warm: tuple[str, ...] = field(
         default=(), metadata=about("file whose text is read before the first request")
     )

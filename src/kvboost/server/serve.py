@@ -172,7 +172,8 @@ def _load(options: ServerOptions, engine_options: Options) -> tuple[KVBoost, Ser
         from kvboost.models.load import limits, load  # noqa: PLC0415
 
         try:
-            model, tokenizer = load(options.model, options.device, {"dtype": options.dtype})
+            arguments, budget = {"dtype": options.dtype}, options.max_weight_bytes
+            model, tokenizer = load(options.model, options.device, arguments, budget)
         except (ValueError, AssertionError) as error:  # something is missing, CUDA for one
             raise ConfigError(f"model {options.model}: {error}") from error
     with _told("certifying"):

@@ -62,8 +62,9 @@ class AWQLinear(torch.nn.Module):
             packed = self.qweight[:, words].contiguous().view(torch.uint8)
             for shift, columns in HALVES:
                 weight = self._dequantised(packed, words, shift, columns, hidden.dtype)
-                output[..., words, columns] = (hidden @ weight).unflatten(-1, (-1, 4))
-        output = output.flatten(-2)
+                product = hidden @ weight
+                output[..., words, columns] = product.view(*product.shape[:-1], -1, 4)
+        output = output.view(*hidden.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias
 
     def _dequantised(
@@ -76,7 +77,7 @@ class AWQLinear(torch.nn.Module):
     ) -> torch.Tensor:
         """The weight of half of the columns of some words, in the order of their nibbles."""
         zeros = self.qzeros[:, words].contiguous().view(torch.uint8) >> shift & 15
-        scales = self.scales.unflatten(-1, (-1, 8))[:, words, columns].flatten(1)
+        scales = self.scales.view(len(self.scales), -1, 8)[:, words, columns].flatten(1)
         numbers = (packed >> shift & 15).view(torch.int8).view(len(scales), self.group_size, -1)
         numbers -= zeros.view(torch.int8)[:, None]
         kind = torch.promote_types(scales.dtype, dtype)  # wide enough to round once

@@ -34,8 +34,7 @@ class Layout:
     """All tensors of a model, each once."""
 
     holdings: tuple[Holding, ...]
-    embedding: torch.nn.Module
-    rows: torch.Tensor | None  # of the embedding, which are looked up where they lie
+    tables: tuple[torch.nn.Embedding, ...]  # whose rows are looked up where they lie
     fixed: tuple[torch.Tensor, ...]  # in memory for good
 
     @property
@@ -51,22 +50,23 @@ class Layout:
 
 def find_layout(model: PreTrainedModel, carrier: Carrier, limit_bytes: int) -> Layout:
     """Sort the tensors of a model; linear layers above `limit_bytes` are cut."""
-    holdings, rows, seen = [], None, set()
-    embedding = model.get_input_embeddings()
+    holdings, tables, seen = [], [], set()
     for module in model.modules():
         own = dict(_own_tensors(module))
         large = {n: t for n, t in own.items() if t.nbytes >= SMALL_BYTES and carrier.can_drop(t)}
         seen |= {tensor.data_ptr() for tensor in large.values()}
+        if not large:
+            continue
         # A subclass may scale what it looks up, which is not done elsewhere.
-        is_looked_up = carrier.is_in_place or type(module) is torch.nn.Embedding
-        if module is embedding and is_looked_up:
-            rows = large.get("weight")
-        elif large:
+        is_plain = type(module) is torch.nn.Embedding
+        if isinstance(module, torch.nn.Embedding) and (is_plain or carrier.is_in_place):
+            tables.append(module)
+        else:
             hosts = {name: carrier.host(tensor.data) for name, tensor in large.items()}
             holdings.append(Holding(module, tuple(large), _cut(module, hosts, limit_bytes)))
     every = {t.data_ptr(): t for module in model.modules() for _, t in _own_tensors(module)}
     fixed = tuple(tensor for start, tensor in every.items() if start not in seen)
-    return Layout(tuple(holdings), embedding, rows, fixed)
+    return Layout(tuple(holdings), tuple(tables), fixed)
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

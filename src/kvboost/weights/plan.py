@@ -36,14 +36,15 @@ def plan(sizes: Sequence[int], fixed_bytes: int, max_weight_bytes: int) -> Plan:
     room = max_weight_bytes - fixed_bytes
     if sum(sizes) <= room:
         return Plan(frozenset(range(len(sizes))), 0)
-    largest = max(sizes)
+    largest = max(sizes, default=0)
     window = max(PIECES_IN_WINDOW * piece_bytes(max_weight_bytes), 2 * largest)
     if window > room:
+        least = max(fixed_bytes + 2 * largest, -(-4 * fixed_bytes // 3))
         raise ConfigError(
-            f"max_weight_bytes={max_weight_bytes}: expected at least {fixed_bytes + 2 * largest}, "
-            f"for {fixed_bytes} that cannot be streamed and twice the largest piece of {largest}"
-            if 2 * largest > room
-            else f"max_weight_bytes={max_weight_bytes}: {fixed_bytes} of them cannot be streamed"
+            f"max_weight_bytes={max_weight_bytes}: expected about {least} or more. "
+            f"{fixed_bytes} bytes of this model stay in memory (small tensors, and those that were "
+            "changed while they were loaded: another dtype than they are stored in, GGUF, merged "
+            f"experts), and a layer of {largest} bytes must fit twice"
         )
     return Plan(frozenset(_spread(sizes, room - window)), window)
 

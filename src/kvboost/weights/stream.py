@@ -44,6 +44,8 @@ def stream_weights(
     Raises:
         ConfigError: the budget is too small, or too much of the model cannot be streamed.
     """
+    if not isinstance(max_weight_bytes, int) or max_weight_bytes < 1:
+        raise ConfigError(f"max_weight_bytes={max_weight_bytes!r}: expected a whole number above 0")
     if streamed(model) is not None:
         raise ConfigError("the weights of this model are streamed already")
     if model.device.type != "cpu":
@@ -79,8 +81,7 @@ class StreamedWeights:
         limit_bytes = piece_bytes(max_weight_bytes)
         layout = find_layout(model, carrier, limit_bytes)
         pieces = layout.pieces
-        looked_up_bytes = 0 if layout.rows is None else limit_bytes
-        fixed_bytes = layout.fixed_bytes + looked_up_bytes
+        fixed_bytes = layout.fixed_bytes + (limit_bytes if layout.tables else 0)
         chosen = plan([p.size_bytes for p in pieces], fixed_bytes, max_weight_bytes)
         self._model, self._carrier = weakref.ref(model), carrier
         self._resident = {pieces[index] for index in chosen.resident}
@@ -93,7 +94,8 @@ class StreamedWeights:
             self._replace(tensor, carrier.place(tensor.data))
         for holding in layout.holdings:
             self._attach(holding)
-        self._attach_rows(layout, num_at_once=max(1, limit_bytes // HUGE_PAGE))
+        for table in layout.tables:
+            self._attach_table(table, layout, num_at_once=max(1, limit_bytes // HUGE_PAGE))
         weakref.finalize(model, self._window.close)
         setattr(model, ATTRIBUTE, self)
 
@@ -161,19 +163,16 @@ class StreamedWeights:
             for name, tensor in zip(names, pieces[0].brought.tensors, strict=True):
                 self._replace(getattr(module, name), tensor)
 
-    def _attach_rows(self, layout: Layout, num_at_once: int) -> None:
-        rows, embedding, carrier = layout.rows, layout.embedding, self._carrier
-        if rows is None:
-            return
-        source, look_up = rows.data, embedding.forward
+    def _attach_table(self, table: torch.nn.Embedding, layout: Layout, num_at_once: int) -> None:
+        self._send_away(table.weight)
+        source, look_up, carrier = self._sources[id(table.weight)], table.forward, self._carrier
         if not carrier.is_in_place:
             look_up = partial(_look_up, source, carrier.device)
         # An output layer that has the same weight keeps what is resident of it.
         tied = [piece for piece in layout.pieces if _is_within(piece.source[0], source)]
         goes = [p.source[0] for p in tied if p not in self._resident] if tied else [source]
-        self._send_away(rows)
         drop = partial(carrier.drop, Brought(goes))
-        self._undo.append(attach_rows(embedding, look_up, num_at_once, drop))
+        self._undo.append(attach_rows(table, look_up, num_at_once, drop))
 
     def _send_away(self, tensor: torch.Tensor) -> None:
         """Note where a tensor comes from; what is computed elsewhere leaves nothing behind."""

@@ -109,16 +109,15 @@ class Window(Generic[S, B]):
     def _next_work(self) -> Callable[[], None] | None:
         """Bring the first missing piece of those that come next, or make room for it."""
         ahead, piece = self._ahead()
-        if piece is None:
-            return None
-        if self._held_bytes + piece.size_bytes > self.budget_bytes:
+        needed_bytes = 0 if piece is None else piece.size_bytes
+        if self._held_bytes + needed_bytes > self.budget_bytes:
             idle = (p for p in self._held if not p.num_users and p not in ahead)
             victim = next(idle, None)
             if victim is not None:
                 return self._dropping(victim)
-            if not piece.num_users:
+            if piece is None or not piece.num_users:
                 return None
-        return self._bringing(piece)
+        return None if piece is None else self._bringing(piece)
 
     def _ahead(self) -> tuple[set[Piece[S, B]], Piece[S, B] | None]:
         """The pieces from the last used one on that are there, and the first that is not."""

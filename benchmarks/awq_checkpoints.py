@@ -21,7 +21,7 @@ def pack(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def quantise(weight: torch.Tensor, group_size: int) -> dict[str, torch.Tensor]:
-    """weight [out, in] in groups of inputs -> packed tensors and, as `dense`, what they stand for."""
+    """Pack a weight [out, in] in groups of inputs; `dense` is what the packed tensors stand for."""
     columns = weight.t().float().reshape(-1, group_size, weight.shape[0])  # [groups, size, out]
     low, high = columns.amin(1).clamp(max=0), columns.amax(1).clamp(min=0)
     scales = ((high - low) / 15).clamp(min=1e-5).half()
