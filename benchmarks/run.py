@@ -38,6 +38,7 @@ import shared
 import soak
 import speed
 import stalls
+import streaming
 import threads
 import throughput
 from get_model import get_model
@@ -64,6 +65,7 @@ QUESTIONS = {
     "kvbytes": kvbytes,
     "soak": soak,
     "fuzz": fuzz,
+    "streaming": streaming,
 }
 
 
@@ -74,7 +76,7 @@ def main() -> None:
     for name, module in QUESTIONS.items():
         command = commands.add_parser(name, help=module.__doc__, description=module.__doc__)
         command.add_argument("--rounds", type=int, default=5)
-        if module not in (eviction, footprint, shared, soak, fuzz):
+        if module not in (eviction, footprint, shared, soak, fuzz, streaming):
             command.add_argument("--model", nargs="+", help="names or folders (default: SmolLM2)")
             command.add_argument("--dtype", default="fp32", choices=["bf16", "fp16", "fp32"])
         module.add_arguments(command)

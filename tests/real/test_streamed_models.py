@@ -1,0 +1,59 @@
+"""Real models with most of their weights elsewhere say what they say with all of them in memory."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from awq_checkpoints import save_awq
+from kvboost import KVBoost
+from kvboost.weights.stream import streamed
+
+pytestmark = pytest.mark.model
+
+QUESTION = [{"role": "user", "content": "Write a Python function that adds two numbers."}]
+NUM_NEW = 24
+
+
+def test_the_text_is_that_of_the_whole_model(coder: str) -> None:
+    """In bfloat16, with 200 MB of the 1.26 GB of weights; the output layer alone has 272."""
+    with KVBoost.from_pretrained(coder) as whole:
+        wanted = whole.chat(QUESTION, NUM_NEW)
+    with KVBoost.from_pretrained(coder, max_weight_bytes=200 * 10**6) as engine:
+        weights = streamed(engine._parts.model.model)
+        assert weights is not None
+        cold, warm = engine.chat(QUESTION, NUM_NEW), engine.chat(QUESTION, NUM_NEW)
+        stats = weights.stats
+    assert cold.output_text == warm.output_text == wanted.output_text
+    assert warm.cached_tokens > 0
+    assert stats.resident_bytes + stats.peak_window_bytes <= 200 * 10**6
+    assert stats.num_waits < 0.5 * stats.num_uses
+
+
+def test_an_awq_checkpoint_of_a_real_model_says_what_the_dequantised_model_says(
+    smol: str, tmp_path: Path
+) -> None:
+    dense = AutoModelForCausalLM.from_pretrained(smol, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(smol)
+    tokenizer.save_pretrained(tmp_path)
+    shutil.copy(Path(smol) / "generation_config.json", tmp_path)
+    save_awq(dense, tmp_path, group_size=64)
+    question = "The capital of France is"
+    with KVBoost(dense, tokenizer) as whole:
+        wanted = whole.generate(question, NUM_NEW)
+    with KVBoost.from_pretrained(str(tmp_path), max_weight_bytes=40 * 10**6) as engine:
+        model = engine._parts.model.model
+        answer = engine.generate(question, NUM_NEW)
+        weights = streamed(model)
+    assert answer.output_text == wanted.output_text
+    assert "Paris" in answer.output_text
+    assert weights is not None
+    assert weights.stats.streamed_bytes > 0
+    ids = tokenizer(question, return_tensors="pt").input_ids
+    with torch.no_grad():
+        given, right = model(ids).logits, dense(ids).logits
+    assert (given - right).norm() <= 1e-4 * right.norm()
