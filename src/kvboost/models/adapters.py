@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost.config import hint
 from kvboost.errors import ConfigError, KVBoostError, UnsupportedModel
-from kvboost.models.fingerprint import adapter_digest, adapter_layers
+from kvboost.models.fingerprint import adapter_digest, adapter_layers, serves
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,7 +42,6 @@ class Adapters:
         """
         self._model = model
         self._numbers = itertools.count()
-        self._had_adapters: bool = model._hf_peft_config_loaded  # noqa: SLF001
         self._trainable = [each for each in model.parameters() if each.requires_grad]
         self._own: list[str] = []  # slots of what was loaded here
         self._look_at_layers()
@@ -90,7 +88,7 @@ class Adapters:
         self._check_name(name)
         slot = f"kvboost{next(self._numbers)}"
         try:
-            with _quietly():
+            with _without_warnings():
                 _load(self._model, folder, slot)
             self._own.append(slot)
             adapter = Adapter(name, slot, adapter_digest(self._model, slot))
@@ -143,7 +141,6 @@ class Adapters:
             if not any(path.startswith(f"{other}.") for other in new):
                 self._model.set_submodule(path, _inside(layers[path]))
         _restore(self._first_layers, self._first_state)
-        self._model._hf_peft_config_loaded = self._had_adapters  # noqa: SLF001
         for parameter in self._trainable:
             parameter.requires_grad_()
 
@@ -175,8 +172,8 @@ class Adapters:
 
         if adapter is not self.base:
             set_adapter(self._model, adapter.slot, inference_mode=True)
-        for layer in self._layers:
-            layer.enable_adapters(adapter is not self.base)
+        for layer in self._layers:  # some of PEFT's fail under an adapter that is not theirs
+            layer.enable_adapters(serves(layer, adapter.slot))
 
     def _delete(self, slot: str) -> None:
         """Take an adapter out of the layers, which stay; also one that came in only in part."""
@@ -185,7 +182,7 @@ class Adapters:
         if config is not None:
             from peft.functional import delete_adapter  # noqa: PLC0415
 
-            with _quietly():
+            with _without_warnings():
                 delete_adapter(self._model, slot, f"{config.peft_type.value.lower()}_")
             if not self._model.peft_config:
                 del self._model.peft_config
@@ -206,8 +203,14 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
 
 def _load(model: PreTrainedModel, folder: str, slot: str) -> None:
+    """By PEFT itself: Transformers' `load_adapter` leaves out the magnitudes of DoRA (5.22)."""
     try:
-        from peft import PeftConfig  # noqa: PLC0415  (an extra)
+        from peft import (  # noqa: PLC0415  (an extra)
+            PeftConfig,
+            inject_adapter_in_model,
+            load_peft_weights,
+            set_peft_model_state_dict,
+        )
     except ImportError as error:
         raise ConfigError("it needs `pip install 'kvboost[adapters]'`") from error
     config = PeftConfig.from_pretrained(folder)
@@ -217,7 +220,11 @@ def _load(model: PreTrainedModel, folder: str, slot: str) -> None:
     start = getattr(config, "init_lora_weights", None)
     if start not in HARMLESS_STARTS:
         raise UnsupportedModel(f"it changes the base model's weights (init_lora_weights={start!r})")
-    loaded = model.load_adapter(folder, adapter_name=slot, peft_config=config)
+    config.inference_mode = True
+    saved = load_peft_weights(folder, device=str(model.device))
+    inject_adapter_in_model(config, model, slot)
+    weights = {name.removeprefix("base_model.model."): each for name, each in saved.items()}
+    loaded = set_peft_model_state_dict(model, weights, adapter_name=slot)
     missing = [name for name in loaded.missing_keys if slot in name.split(".")]
     for what, names in (("lacks", missing), ("has, for no layer,", loaded.unexpected_keys)):
         if names:
@@ -245,14 +252,8 @@ def _restore(layers: list[Any], state: list[dict[str, Any]]) -> None:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Without what Transformers and PEFT say of a second adapter: that the first is missing."""
-    logger = logging.getLogger("transformers.integrations.peft")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+def _without_warnings() -> Iterator[None]:
+    """PEFT warns of a second adapter, of tied weights, and of what becomes active when one goes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from hashlib import sha256
 from typing import Any
 
@@ -72,6 +73,11 @@ def adapter_layers(model: torch.nn.Module) -> dict[str, Any]:
     return {path: layer for path, layer in found if hasattr(layer, "adapter_layer_names")}
 
 
+def serves(layer: Any, slot: str) -> bool:
+    """Whether a layer of PEFT has something for an adapter."""
+    return any(_held(layer, attribute, slot) is not None for attribute in _attributes(layer))
+
+
 def _base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers without those of adapters, by the names they have without these."""
     layers = adapter_layers(model)
@@ -98,7 +104,8 @@ def _attributes(layer: Any) -> tuple[str, ...]:
 
 
 def _held(layer: Any, attribute: str, slot: str) -> Any:
-    holder = getattr(layer, attribute, None)  # None: an inner layer has it, which is asked itself
+    """What a layer has for an adapter there; None: nothing."""
+    holder: Any = reduce(lambda each, name: getattr(each, name, None), attribute.split("."), layer)
     return holder[slot] if hasattr(holder, "keys") and slot in holder else None
 
 

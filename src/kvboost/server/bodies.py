@@ -375,6 +375,7 @@ class WarmBody(Body):
     preface: Text | None = None
     pin: bool = False
     ttl_s: Annotated[float, Field(gt=0)] | None = None
+    model: Label | None = Field(None, description="as /v1/models has it; may be left out")
     tenant: Label | None = Field(None, description="None: that of the API key")
 
     @model_validator(mode="after")
