@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from fakes import WordTokenizer, words
 from kvboost import ConfigError, KVBoost, KVBoostError, UnsupportedModel
 from kvboost.core import Sampling
-from kvboost.models.fingerprint import adapter_layers
+from kvboost.models.fingerprint import adapter_digest, adapter_layers
 from loras import EVERYWHERE, adapted, answer_of, save_adapter
 from tiny_models import SUPPORTED, build
 
@@ -224,6 +225,14 @@ def test_an_adapter_with_another_strength_has_other_keys(
         assert other.token_ids != first.token_ids
 
 
+def test_a_strength_that_was_changed_in_the_layers_counts(folders: dict[str, str]) -> None:
+    model = adapted(model_of(), folders["a"]).get_base_model()
+    before = adapter_digest(model, "default")
+    for layer in adapter_layers(model).values():
+        layer.scaling["default"] *= 2
+    assert adapter_digest(model, "default") != before
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -396,6 +405,15 @@ def test_adapters_that_change_the_base_model_are_refused(
     for name in ("", "a"):
         result = engine.generate(prompt, NUM_NEW, adapter=name)
         assert result.token_ids == answer_of(models[name], prompt, NUM_NEW)
+
+
+def test_an_adapter_that_changes_the_shape_of_kv_is_refused(
+    engine: KVBoost, folders: dict[str, str]
+) -> None:
+    model = engine._parts.model
+    model._geometry = replace(model.geometry, num_layers=5)
+    with pytest.raises(ConfigError, match="changes the shape of K/V"):
+        engine.load_adapter("wide", folders["a"])
 
 
 def test_weights_that_an_adapter_has_changed_end_the_engine(
