@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost.config import hint
 from kvboost.errors import ConfigError, KVBoostError, UnsupportedModel
-from kvboost.models.fingerprint import adapter_digest, adapter_layers, serves
+from kvboost.models.fingerprint import adapter_digest, adapter_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,13 +43,13 @@ class Adapters:
         self._model = model
         self._numbers = itertools.count()
         self._trainable = [each for each in model.parameters() if each.requires_grad]
-        self._own: list[str] = []  # slots of what was loaded here
         self._look_at_layers()
         self._first_layers, self._first_state = self._layers, self._state()
-        configs = getattr(model, "peft_config", {})
+        configs = dict(getattr(model, "peft_config", {}))
         for config in configs.values():
             _check(config)
         self._known = {name: Adapter(name, name, adapter_digest(model, name)) for name in configs}
+        self._first_slots = set(configs)
         self.base = Adapter()
         self.default = self._active()
         self.defect = ""  # why the model can be used no more
@@ -90,7 +90,6 @@ class Adapters:
         try:
             with _without_warnings():
                 _load(self._model, folder, slot)
-            self._own.append(slot)
             adapter = Adapter(name, slot, adapter_digest(self._model, slot))
             self._look_at_layers()
             self._set(adapter)
@@ -133,8 +132,9 @@ class Adapters:
 
     def release(self) -> None:
         """Give the model back as it was."""
-        for slot in [*self._own]:
-            self._delete(slot)
+        for adapter in self._known.values():
+            if adapter.slot not in self._first_slots:
+                self._delete(adapter.slot)
         layers = adapter_layers(self._model)
         new = [path for path, layer in layers.items() if layer not in self._first_layers]
         for path in new:
@@ -149,7 +149,7 @@ class Adapters:
         if any(getattr(layer, "merged_adapters", ()) for layer in self._layers):
             raise UnsupportedModel("an adapter is merged into its weights; unmerge it first")
         enabled = [layer for layer in self._layers if not layer.disable_adapters]
-        active = {name for layer in enabled for name in layer.active_adapters}
+        active = {name for layer in enabled for name in layer.active_adapters} & {*self._known}
         if len(active) > 1:
             raise UnsupportedModel(f"several adapters are active at once: {sorted(active)}")
         return self._known[active.pop()] if active else self.base
@@ -173,11 +173,10 @@ class Adapters:
         if adapter is not self.base:
             set_adapter(self._model, adapter.slot, inference_mode=True)
         for layer in self._layers:  # some of PEFT's fail under an adapter that is not theirs
-            layer.enable_adapters(serves(layer, adapter.slot))
+            layer.enable_adapters(adapter.slot in layer._get_available_adapters())  # noqa: SLF001
 
     def _delete(self, slot: str) -> None:
         """Take an adapter out of the layers, which stay; also one that came in only in part."""
-        self._own = [each for each in self._own if each != slot]
         config = getattr(self._model, "peft_config", {}).pop(slot, None)
         if config is not None:
             from peft.functional import delete_adapter  # noqa: PLC0415
@@ -205,26 +204,20 @@ def unwrapped(model: Any) -> PreTrainedModel:
 def _load(model: PreTrainedModel, folder: str, slot: str) -> None:
     """By PEFT itself: Transformers' `load_adapter` leaves out the magnitudes of DoRA (5.22)."""
     try:
-        from peft import (  # noqa: PLC0415  (an extra)
-            PeftConfig,
-            inject_adapter_in_model,
-            load_peft_weights,
-            set_peft_model_state_dict,
-        )
+        import peft  # noqa: PLC0415  (an extra)
     except ImportError as error:
         raise ConfigError("it needs `pip install 'kvboost[adapters]'`") from error
-    config = PeftConfig.from_pretrained(folder)
+    config = peft.PeftConfig.from_pretrained(folder)
     _check(config)
     if getattr(config, "layer_replication", None):
         raise UnsupportedModel("it repeats layers of the base model")
-    start = getattr(config, "init_lora_weights", None)
-    if start not in HARMLESS_STARTS:
+    if (start := getattr(config, "init_lora_weights", None)) not in HARMLESS_STARTS:
         raise UnsupportedModel(f"it changes the base model's weights (init_lora_weights={start!r})")
     config.inference_mode = True
-    saved = load_peft_weights(folder, device=str(model.device))
-    inject_adapter_in_model(config, model, slot)
+    saved = peft.load_peft_weights(folder, device=str(model.device))
+    peft.inject_adapter_in_model(config, model, slot)
     weights = {name.removeprefix("base_model.model."): each for name, each in saved.items()}
-    loaded = set_peft_model_state_dict(model, weights, adapter_name=slot)
+    loaded = peft.set_peft_model_state_dict(model, weights, adapter_name=slot)
     missing = [name for name in loaded.missing_keys if slot in name.split(".")]
     for what, names in (("lacks", missing), ("has, for no layer,", loaded.unexpected_keys)):
         if names:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
-from functools import reduce
 from hashlib import sha256
 from typing import Any
 
@@ -24,7 +24,7 @@ COSMETIC_OF_ADAPTERS = (
     "revision",
     "task_type",
 )
-WRAPPED = ("base_layer", "original_module", "token_adapter")  # what PEFT's layers have inside
+WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)\b")  # inside PEFT's layers
 
 
 def fingerprint(model: torch.nn.Module, geometry: KVGeometry) -> bytes:
@@ -47,24 +47,24 @@ def fingerprint(model: torch.nn.Module, geometry: KVGeometry) -> bytes:
 
 def adapter_digest(model: torch.nn.Module, slot: str) -> bytes:
     """Digest of what an adapter adds to a model, and of its settings; not of its name."""
+    from peft import get_peft_model_state_dict  # noqa: PLC0415  (an extra)
+
     config: Any = model.peft_config
-    settings = {
-        name: sorted(value) if isinstance(value, set) else value
-        for name, value in config[slot].to_dict().items()
-        if name not in COSMETIC_OF_ADAPTERS
-    }
-    digest = sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    for path, layer in sorted(adapter_layers(model).items()):
-        for attribute in _attributes(layer):
-            part = _held(layer, attribute, slot)
-            if isinstance(part, torch.nn.Module):
-                for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
-                    _add_tensor(digest, f"{path} {attribute} {name}", tensor)
-            elif isinstance(part, torch.Tensor):
-                _add_tensor(digest, f"{path} {attribute}", part)
-            elif part is not None:
-                digest.update(f"{path} {attribute} {part}".encode())
+    digest = sha256(said_by(config[slot].to_dict()))
+    for path, layer in adapter_layers(model).items():
+        if slot in getattr(layer, "scaling", ()):
+            digest.update(f"{path} {layer.scaling[slot]}".encode())
+    saved = get_peft_model_state_dict(model, adapter_name=slot, save_embedding_layers=False)
+    for name, tensor in sorted(saved.items()):
+        _add_tensor(digest, name, tensor)
     return digest.digest()
+
+
+def said_by(config: Mapping[str, Any]) -> bytes:
+    """The settings of an adapter that count."""
+    settings = {n: each for n, each in config.items() if n not in COSMETIC_OF_ADAPTERS}
+    plain = {n: sorted(each) if isinstance(each, set) else each for n, each in settings.items()}
+    return json.dumps(plain, sort_keys=True, default=str).encode()
 
 
 def adapter_layers(model: torch.nn.Module) -> dict[str, Any]:
@@ -73,40 +73,17 @@ def adapter_layers(model: torch.nn.Module) -> dict[str, Any]:
     return {path: layer for path, layer in found if hasattr(layer, "adapter_layer_names")}
 
 
-def serves(layer: Any, slot: str) -> bool:
-    """Whether a layer of PEFT has something for an adapter."""
-    return any(_held(layer, attribute, slot) is not None for attribute in _attributes(layer))
-
-
 def _base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers without those of adapters, by the names they have without these."""
     layers = adapter_layers(model)
-    added = tuple(
-        f"{path}.{name}." for path, layer in layers.items() for name in _attributes(layer)
-    )
+    added = [
+        f"{path}.{name}."
+        for path, layer in layers.items()
+        for name in (*layer.adapter_layer_names, *layer.other_param_names)
+    ]
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not name.startswith(added):
-            yield _plain_name(name, layers), tensor
-
-
-def _plain_name(name: str, layers: Mapping[str, Any]) -> str:
-    parts = name.split(".")
-    return ".".join(
-        part
-        for depth, part in enumerate(parts)
-        if part not in WRAPPED or ".".join(parts[:depth]) not in layers
-    )
-
-
-def _attributes(layer: Any) -> tuple[str, ...]:
-    """Where a layer of PEFT holds what it has for each adapter."""
-    return (*layer.adapter_layer_names, *layer.other_param_names)
-
-
-def _held(layer: Any, attribute: str, slot: str) -> Any:
-    """What a layer has for an adapter there; None: nothing."""
-    holder: Any = reduce(lambda each, name: getattr(each, name, None), attribute.split("."), layer)
-    return holder[slot] if hasattr(holder, "keys") and slot in holder else None
+        if not name.startswith(tuple(added)):
+            yield (WRAPPED.sub("", name) if layers else name), tensor
 
 
 def _add_tensor(digest: Any, name: str, tensor: torch.Tensor) -> None:
