@@ -334,8 +334,7 @@ class ChatBody(Sampled):
             raise wrong("top_logprobs", "top_logprobs needs logprobs=true")
         if self.tool_choice not in (None, "none") and not self.tools:
             raise wrong("tool_choice", "tool_choice needs tools")
-        names = [tool.function.name for tool in self.tools or ()]
-        if self.named_tool is not None and self.named_tool not in names:
+        if self.named_tool not in (None, *(tool.function.name for tool in self.tools or ())):
             raise wrong("tool_choice", f"tool_choice names no tool: {self.named_tool!r}")
         if self.active_tools and isinstance(self.response_format, ObjectFormat | SchemaFormat):
             reason = "response_format and tools exclude each other; tool_choice='none'?"
