@@ -288,6 +288,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
                 (per_second("kvboost_tier_faults_total", "tier"), "{{tier}} faults"),
                 (per_second("kvboost_tier_dropped_writes_total", "tier"), "{{tier}} not written"),
                 (per_second("kvboost_damaged_frames_total"), "damaged frames"),
+                (per_second("kvboost_foreign_frames_total"), "frames of others"),
             ],
             text="No request fails because of these; they become misses.",
         ),

@@ -31,7 +31,7 @@ from kvboost.server.plans import Served
 from kvboost.server.serve import DrainingServer
 
 WAIT_S = 20.0
-MODEL = Served("fake", vocab_size=300, context_tokens=1000, most_answers=40)
+MODEL = Served("fake", vocab_size=300, context_tokens=1000, most_answers=40, adapters=("terse",))
 
 
 class CharTokenizer:
@@ -79,6 +79,7 @@ class FakeEngine:
         documents: Sequence[str] = (),
         reuse: str | None = None,
         tenant: str = "",
+        adapter: str | None = None,
         deadline_s: float | None = None,
         listener: Any = None,
     ) -> Ticket:
@@ -87,6 +88,7 @@ class FakeEngine:
         ticket = Ticket()
         self.tickets.append(ticket)
         call = {"prompt": list(prompt), "sampling": sampling, "reuse": reuse, "tenant": tenant}
+        call["adapter"] = adapter
         self.calls.append(call)
         run = (ticket, prompt, sampling, deadline_s, listener)
         threading.Thread(target=self._run, args=run, daemon=True).start()

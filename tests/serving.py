@@ -57,6 +57,7 @@ class FakeEngine:
                     "memory_bytes": 4096,
                 }
             },
+            "adapters": {"": {"prompt_tokens": 90, "exact_tokens": 50, "moved_tokens": 0}},
             "tiers": {"disk": DISK, "redis": REDIS},
             **counts,
         }

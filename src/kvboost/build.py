@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvboost.codecs.base import Codec
 from kvboost.codecs.kivi import Int4Codec, Int8Codec
@@ -12,6 +12,7 @@ from kvboost.config import Options
 from kvboost.core import KVGeometry
 from kvboost.errors import ConfigError
 from kvboost.metrics import Metrics
+from kvboost.models.adapters import Adapter
 from kvboost.models.hf import HFModel
 from kvboost.models.paged import BlockPool
 from kvboost.models.pool import Pool, SlotPool
@@ -46,6 +47,18 @@ class Parts:
     cost: CostModel
     guard: QualityGuard
     metrics: Metrics
+
+    def under(self, adapter: Adapter) -> Parts:
+        """The same for requests under an adapter: forwards and keys come from one object."""
+        if adapter is self.model.adapter:
+            return self
+        return replace(self, model=self.model.under(adapter))
+
+    @property
+    def variants(self) -> list[Parts]:
+        """Those of all adapters and of none, once for each key space: names do not count."""
+        each = map(self.under, self.model.adapters.all)
+        return list({parts.model.fingerprint: parts for parts in each}.values())
 
     @property
     def piece_tokens(self) -> int | None:

@@ -227,9 +227,13 @@ def make_options(values: Mapping[str, Any], also_known: Iterable[str] = ()) -> O
 
 def unknown_option(name: str, known: Iterable[str]) -> ConfigError:
     """The error for a name that nothing takes."""
+    return ConfigError(f"unknown option {name!r}{hint(name, known)}")
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """The end of an error message: what was probably meant."""
     near = difflib.get_close_matches(name, list(known), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return ConfigError(f"unknown option {name!r}{hint}")
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def check_reuse(value: object) -> ReuseMode:

@@ -23,6 +23,7 @@ NAMES = {
     "dropped_writes": "chunks not written below memory: too many waited, refused, or down",
     "tier_faults": "failures and timeouts of tiers below memory, which became misses",
     "damaged_frames": "frames that did not pass their check, which became misses",
+    "foreign_frames": "frames of another tenant, adapter or model, which became misses",
 }
 
 MOST_TENANTS = 256  # counted one by one; whoever comes later is counted with the others
@@ -41,9 +42,12 @@ class Metrics:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._of_tenants: dict[str, Counter[str]] = {}
+        self._of_adapters: dict[str, Counter[str]] = {}
 
-    def add(self, name: str, amount: int = 1, *, tenant: str | None = None) -> None:
-        """Raise a counter, that of a tenant too; the name must be one of `NAMES`."""
+    def add(
+        self, name: str, amount: int = 1, *, tenant: str | None = None, adapter: str | None = None
+    ) -> None:
+        """Raise a counter, those of a tenant and an adapter too; the name is one of `NAMES`."""
         if name not in NAMES:
             raise KeyError(name)
         with self._lock:
@@ -51,6 +55,8 @@ class Metrics:
             if tenant is not None:
                 known = counted_as(tenant, self._of_tenants)
                 self._of_tenants.setdefault(known, Counter())[name] += amount
+            if adapter is not None:
+                self._of_adapters.setdefault(adapter, Counter())[name] += amount
 
     def snapshot(self) -> dict[str, int]:
         """All counters at one moment, zeros included."""
@@ -61,3 +67,8 @@ class Metrics:
         """The counters of each tenant; those that were never raised are missing."""
         with self._lock:
             return {tenant: Counter(counts) for tenant, counts in self._of_tenants.items()}
+
+    def adapters(self) -> dict[str, Counter[str]]:
+        """The same of each adapter; that of the base model has no name."""
+        with self._lock:
+            return {adapter: Counter(counts) for adapter, counts in self._of_adapters.items()}

@@ -238,7 +238,7 @@ def test_explain_says_why(engine: KVBoost) -> None:
     kinds = [each.kind for each in report.spans]
     assert kinds[:4] == [MatchKind.EXACT, MatchKind.MISS, MatchKind.MOVED, MatchKind.MISS]
     assert report.spans[0].span == Span(0, 200)
-    assert report.spans[1].reason == "stored for another tenant, model or piece size"
+    assert report.spans[1].reason == "stored for another tenant, adapter, model or piece size"
     assert "another tenant" not in str(engine.explain(tokens).spans)  # that is nobody's business
     assert "later than when it was computed" in report.spans[2].reason
     assert report.spans[3].reason == "not seen before"

@@ -112,7 +112,7 @@ def test_moved_rows_are_turned_by_how_far_they_moved() -> None:
     store.keep(text(40, 1) + document, slots)
     prompt = text(25, 2) + document + text(10, 3)
     target = FakeSlots(len(prompt), seed=5)
-    placed = assemble(store.find(prompt), target, FakeModel(), store.store)
+    placed = assemble(store.find(prompt), target, FakeModel(), store.store, SPACE)
     assert placed.plan.num_reused == 150
     assert target.exact_stop == 25
     source, moved = slots.read(Span(40, 190)), target.read(Span(25, 175))
@@ -130,7 +130,7 @@ def test_a_moved_chunk_that_is_gone_leaves_the_others() -> None:
     prompt = text(5, 9) + documents[0] + documents[1] + text(5, 8)
     plan = store.find(prompt)
     store.store.tiers.discard(plan.matches[0].key)
-    placed = assemble(plan, FakeSlots(len(prompt)), FakeModel(), store.store)
+    placed = assemble(plan, FakeSlots(len(prompt)), FakeModel(), store.store, SPACE)
     assert placed.lost == (plan.matches[0].key,)
     assert placed.plan.matches == plan.matches[1:]
 
@@ -162,7 +162,7 @@ def test_chunks_from_different_places_are_not_one_run(shown: int) -> None:
     prompt = text(50, 2) + first[-shown:] + last + text(9, 3)
     plan = store.find(prompt)
     target = FakeSlots(len(prompt), seed=9)
-    placed = assemble(plan, target, FakeModel(), store.store).plan
+    placed = assemble(plan, target, FakeModel(), store.store, SPACE).plan
     homes = {m.key: store.store.index.get(m.key).home for m in placed.matches}
     for match in placed.matches:
         home = homes[match.key] + match.offset

@@ -36,7 +36,7 @@ class Store:
         return find(chunks, derive(chunks, SPACE), self.index)
 
     def assemble(self, tokens: list[int], slots: FakeSlots) -> ReusePlan:
-        return assemble(self.find(tokens), slots, FakeModel(), self.all).plan
+        return assemble(self.find(tokens), slots, FakeModel(), self.all, SPACE).plan
 
 
 def test_rows_come_back_where_they_were() -> None:
@@ -50,6 +50,18 @@ def test_rows_come_back_where_they_were() -> None:
         assert torch.equal(got, expected)
     for got, expected in zip(target.read(Span(25, 30)), untouched, strict=True):
         assert torch.equal(got, expected)
+
+
+def test_a_frame_of_another_namespace_is_a_miss_and_counted() -> None:
+    store, tokens, target = Store(), list(range(30)), FakeSlots(30, seed=2)
+    chunks, other = split(tokens, 8), namespace(b"model and adapter", "", None)
+    commit(FakeSlots(30, seed=1), chunks, derive(chunks, SPACE), other, store.all)
+    before = [rows.clone() for rows in target.read(Span(0, 30))]
+    first = store.find(tokens).matches[0].key
+    assert store.assemble(tokens, target).num_reused == 0
+    assert all(map(torch.equal, target.read(Span(0, 30)), before))
+    assert store.metrics.snapshot()["foreign_frames"] == 1
+    assert not store.memory.holds(first)
 
 
 @pytest.mark.parametrize("damage", [lambda f: f[:-4], lambda f: bytes(len(f)), lambda f: b""])

@@ -33,6 +33,7 @@ def answer(
         raise CancelledError("cancelled while it waited")
     if request.loading is not None and request.loading.exception() is not None:
         log.error("loading failed, going on without", exc_info=request.loading.exception())
+    parts = parts.under(request.adapter)
     model = parts.model
     watch = StepWatch(request.cancelled.is_set)
     arguments = {"tokenizer": tokenizer, **request.arguments}  # the tokenizer is for stop strings

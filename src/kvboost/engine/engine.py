@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,20 +11,14 @@ from typing import TYPE_CHECKING, Any
 from kvboost.build import build
 from kvboost.config import check_reuse, make_options
 from kvboost.core import ReuseMode, Sampling
-from kvboost.engine.answer import answer
 from kvboost.engine.batch.arguments import sampling_of
 from kvboost.engine.batch.front import BatchFront
 from kvboost.engine.batch.member import Listener
 from kvboost.engine.batch.ticket import Ticket
+from kvboost.engine.calls import Calls
 from kvboost.engine.contents import Contents
 from kvboost.engine.explain import explain
-from kvboost.engine.prefill import Terms, bring
-from kvboost.engine.request import (
-    DEFAULT_NEW_TOKENS,
-    Request,
-    check_arguments,
-    chosen_reuse,
-)
+from kvboost.engine.request import DEFAULT_NEW_TOKENS
 from kvboost.engine.results import (
     CorrectnessReport,
     GenerationMode,
@@ -35,7 +27,7 @@ from kvboost.engine.results import (
     WarmResult,
 )
 from kvboost.engine.stats import cache_stats
-from kvboost.engine.stream import Event, TextStream, text_of
+from kvboost.engine.stream import TextStream, text_of
 from kvboost.engine.texts import PREFACE, chat_tokens, texts_to_warm, tokens_of
 from kvboost.engine.verify import prompts_to_verify, verify, verify_moved
 from kvboost.engine.warm import Warming
@@ -50,7 +42,6 @@ if TYPE_CHECKING:
 
     from kvboost.engine.texts import Messages, Prompt
 
-NUM_LOADERS = 4  # requests for which tiers below memory are asked at once
 FLUSH_S = 60.0  # what `flush` waits for these tiers
 
 
@@ -63,15 +54,22 @@ class KVBoost:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **options: Any
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        adapters: Mapping[str, str] | None = None,
+        **options: Any,
     ) -> None:
         """Certify `model` and put it to work; `kvboost.config.Options` lists the options.
+
+        `adapters` are PEFT adapters by name, each a folder or a name on the hub.
 
         Until `close`, the model runs with our attention functions, also outside the engine.
 
         Raises:
             UnsupportedModel: the model's K/V cannot be reused (unless `strict=False`).
-            ConfigError: an option has a wrong name or value.
+            ConfigError: an option has a wrong name or value, an adapter does not fit.
         """
         self._options = make_options(options)
         self.tokenizer = tokenizer
@@ -90,14 +88,16 @@ class KVBoost:
             self._worker.close()
             raise
         try:
+            for name, folder in (adapters or {}).items():
+                self._worker.call(partial(hosted.load_adapter, name, folder))
             self._parts = build(self._options, hosted, boundaries)
         except BaseException:
             hosted.release()
             self._worker.close()
             raise
         self._worker.at_end(self._parts.store.tiers.close)
-        self._loader = ThreadPoolExecutor(NUM_LOADERS, "kvboost-load")
-        self._front = BatchFront(self._parts, tokenizer, self._worker, self._loading)
+        self._calls = Calls(self._parts, tokenizer, self._worker)
+        self._front = BatchFront(self._parts, tokenizer, self._worker, self._calls.loading)
         self._warming = Warming(self._parts, self._worker, self._front.is_busy)
 
     @classmethod
@@ -106,10 +106,11 @@ class KVBoost:
         model: str,
         *,
         device: str | None = None,
+        adapters: Mapping[str, str] | None = None,
         max_weight_bytes: int | None = None,
         **arguments: Any,
     ) -> Self:
-        """Load a model and its tokenizer by name or folder.
+        """Load a model and its tokenizer by name or folder, and adapters by theirs.
 
         With `max_weight_bytes` a model runs that does not fit: at most that much of its weights is
         in memory at a time. `arguments` are our options and those of Transformers'
@@ -117,9 +118,9 @@ class KVBoost:
         """
         host_names = {*SHARED, *MODEL_ONLY}
         own = {name: value for name, value in arguments.items() if name not in host_names}
-        make_options(own, also_known=host_names)
+        make_options(own, also_known={*host_names, "adapters", "device", "max_weight_bytes"})
         host = {name: value for name, value in arguments.items() if name in host_names}
-        return cls(*load(model, device, host, max_weight_bytes), **own)
+        return cls(*load(model, device, host, max_weight_bytes), adapters=adapters, **own)
 
     def generate(
         self,
@@ -130,6 +131,7 @@ class KVBoost:
         mode: GenerationMode | None = None,
         reuse: ReuseMode | None = None,
         tenant: str = "",
+        adapter: str | None = None,
         **arguments: Any,
     ) -> GenerationResult:
         """Answer a prompt, given as text or token ids.
@@ -137,10 +139,14 @@ class KVBoost:
         `documents` are texts in the prompt that may stand in others too: each is tokenized by
         itself, so that it has the same tokens wherever it stands. Greedy unless `do_sample=True`;
         any argument of Transformers' `generate()` works. `tenant` separates stores: one tenant's
-        prompts never hit another's. `mode` is `reuse` by the names of the original package.
+        prompts never hit another's. `adapter` names one that is loaded, with a store of its own;
+        None: the model as it came, "": the base model. `mode` is `reuse` by the names of the
+        original package.
         """
-        request = self._request(prompt, max_new_tokens, documents, mode, reuse, tenant, **arguments)
-        return self._run(request)
+        request = self._calls.request(
+            prompt, max_new_tokens, documents, mode, reuse, tenant, adapter, **arguments
+        )
+        return self._calls.run(request)
 
     def generate_batch(
         self,
@@ -162,11 +168,11 @@ class KVBoost:
             raise ConfigError(f"per_prompt has {len(own)} entries for {len(prompts)} prompts")
         common = {"max_new_tokens": max_new_tokens, **arguments}
         requests = [
-            self._request(prompt, **{**common, **each})
+            self._calls.request(prompt, **{**common, **each})
             for prompt, each in zip(prompts, own, strict=True)
         ]
         samplings = [sampling_of(each.arguments, self._parts.model) for each in requests]
-        return self._front.answer_all(requests, samplings, self._run)
+        return self._front.answer_all(requests, samplings, self._calls.run)
 
     def submit(
         self,
@@ -176,6 +182,7 @@ class KVBoost:
         documents: Sequence[str] = (),
         reuse: ReuseMode | None = None,
         tenant: str = "",
+        adapter: str | None = None,
         deadline_s: float | None = None,
         listener: Listener | None = None,
     ) -> Ticket:
@@ -187,7 +194,9 @@ class KVBoost:
             QueueFull: too many wait already.
             ConfigError: the prompt and its answer do not fit.
         """
-        request = self._request(prompt, documents=documents, reuse=reuse, tenant=tenant)
+        request = self._calls.request(
+            prompt, documents=documents, reuse=reuse, tenant=tenant, adapter=adapter
+        )
         chosen = sampling or self.default_sampling()
         return self._front.enqueue(request, chosen, listener=listener, deadline_s=deadline_s)
 
@@ -208,11 +217,14 @@ class KVBoost:
         mode: GenerationMode | None = None,
         reuse: ReuseMode | None = None,
         tenant: str = "",
+        adapter: str | None = None,
         **arguments: Any,
     ) -> TextStream:
         """Like `generate`, but yields the text as it comes."""
-        request = self._request(prompt, max_new_tokens, documents, mode, reuse, tenant, **arguments)
-        return TextStream(partial(self._start, request))
+        request = self._calls.request(
+            prompt, max_new_tokens, documents, mode, reuse, tenant, adapter, **arguments
+        )
+        return TextStream(partial(self._calls.start, request))
 
     def astream(
         self,
@@ -223,11 +235,14 @@ class KVBoost:
         mode: GenerationMode | None = None,
         reuse: ReuseMode | None = None,
         tenant: str = "",
+        adapter: str | None = None,
         **arguments: Any,
     ) -> AsyncIterator[str]:
         """`stream` for asyncio: the event loop stays free while the model computes."""
-        request = self._request(prompt, max_new_tokens, documents, mode, reuse, tenant, **arguments)
-        return text_of(partial(self._start, request))
+        request = self._calls.request(
+            prompt, max_new_tokens, documents, mode, reuse, tenant, adapter, **arguments
+        )
+        return text_of(partial(self._calls.start, request))
 
     def chat(
         self,
@@ -239,6 +254,7 @@ class KVBoost:
         mode: GenerationMode | None = None,
         reuse: ReuseMode | None = None,
         tenant: str = "",
+        adapter: str | None = None,
         **arguments: Any,
     ) -> GenerationResult:
         """Answer a conversation, in the model's own chat template.
@@ -250,8 +266,10 @@ class KVBoost:
         tokens = chat_tokens(
             messages, self.tokenizer, documents, tools=tools, add_generation_prompt=True
         )
-        request = self._request(tokens, max_new_tokens, (), mode, reuse, tenant, **arguments)
-        return self._run(replace(request, started_at=started_at))
+        request = self._calls.request(
+            tokens, max_new_tokens, (), mode, reuse, tenant, adapter, **arguments
+        )
+        return self._calls.run(replace(request, started_at=started_at))
 
     def warm(
         self,
@@ -263,6 +281,7 @@ class KVBoost:
         pin: bool = False,
         ttl_s: float | None = None,
         tenant: str = "",
+        adapter: str | None = None,
     ) -> WarmResult:
         """Read text before it is needed: a text, a list of texts, chat messages, or token ids.
 
@@ -283,6 +302,7 @@ class KVBoost:
             texts_to_warm(content, self.tokenizer, anywhere=anywhere),
             tokens_of(preface or PREFACE, self.tokenizer) if anywhere else [],
             tenant=tenant,
+            adapter=self._parts.model.adapters.find(adapter),
             is_pinned=pin,
             ttl_s=ttl_s,
         )
@@ -294,13 +314,16 @@ class KVBoost:
         documents: Sequence[str] = (),
         reuse: ReuseMode | None = None,
         tenant: str = "",
+        adapter: str | None = None,
         across_tenants: bool = False,
     ) -> ReuseReport:
         """Which spans of a prompt the store would supply now, and why not more.
 
         `across_tenants` also tells what is stored for other tenants: for operators only.
         """
-        request = self._request(prompt, documents=documents, reuse=reuse, tenant=tenant)
+        request = self._calls.request(
+            prompt, documents=documents, reuse=reuse, tenant=tenant, adapter=adapter
+        )
         work = partial(explain, request, self._parts, across_tenants=across_tenants)
         return self._worker.call(work)
 
@@ -310,6 +333,7 @@ class KVBoost:
         max_new_tokens: int = 32,
         *,
         reuse: ReuseMode = "exact",
+        adapter: str | None = None,
     ) -> CorrectnessReport:
         """Check, on your prompts or on built-in ones, how far reuse changes answers.
 
@@ -322,12 +346,30 @@ class KVBoost:
         if check_reuse(reuse) == "off":
             raise ConfigError("reuse='off': there is nothing to verify")
         tokens = prompts_to_verify(prompts, self.tokenizer, self._parts)
-        answers = [
-            self.generate(each, max_new_tokens, reuse="off", do_sample=False).token_ids
-            for each in tokens
-        ]
+        plain: dict[str, Any] = {"reuse": "off", "adapter": adapter, "do_sample": False}
+        answers = [self.generate(each, max_new_tokens, **plain).token_ids for each in tokens]
         check = verify if reuse == "exact" else verify_moved
-        return self._worker.call(partial(check, tokens, answers, self._parts))
+        parts = self._parts.under(self._parts.model.adapters.find(adapter))
+        return self._worker.call(partial(check, tokens, answers, parts))
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the adapters that requests can have."""
+        return self._parts.model.adapters.names
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load a PEFT adapter from a folder or the hub, between requests.
+
+        One that has the name already is replaced, and has another store than the new one.
+
+        Raises:
+            ConfigError: it cannot be used with this model, or PEFT is not installed.
+        """
+        self._worker.call(partial(self._parts.model.load_adapter, name, folder))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that still run under it end with an error."""
+        self._worker.call(partial(self._parts.model.adapters.unload, name))
 
     def cache_stats(self) -> dict[str, Any]:
         """Sizes and counts since the engine was made, at once: `flush` first to miss nothing."""
@@ -346,7 +388,7 @@ class KVBoost:
     def close(self) -> None:
         """Finish storing and give the model back as it was."""
         self._worker.close()
-        self._loader.shutdown()
+        self._calls.close()
         self._parts.model.release()
 
     def __enter__(self) -> Self:
@@ -354,50 +396,3 @@ class KVBoost:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _request(
-        self,
-        prompt: Prompt,
-        max_new_tokens: int | None = None,
-        documents: Sequence[str] = (),
-        mode: GenerationMode | None = None,
-        reuse: ReuseMode | None = None,
-        tenant: str = "",
-        **arguments: Any,
-    ) -> Request:
-        return Request(
-            started_at=time.perf_counter(),
-            arguments=check_arguments(arguments, max_new_tokens),
-            tokens=tokens_of(prompt, self.tokenizer, documents),
-            reuse=chosen_reuse(mode, reuse, self._options.reuse),
-            tenant=tenant,
-        )
-
-    def _start(
-        self, request: Request, put: Callable[[Event], None], cancelled: threading.Event
-    ) -> None:
-        reply = self._submit(request.streamed(put, cancelled))
-        reply.add_done_callback(lambda done: put(done.exception() or done.result()))
-
-    def _submit(self, request: Request) -> Future[GenerationResult]:
-        request = self._loading(request)
-        return self._worker.submit(partial(answer, request, self._parts, self.tokenizer))
-
-    def _loading(self, request: Request) -> Request:
-        """The same request; what tiers below memory have of it is on its way."""
-        if not self._parts.store.tiers.is_deep or request.reuse == "off":
-            return request
-        terms = Terms(request.reuse, request.tenant)
-        try:
-            loading = self._loader.submit(bring, request.tokens, self._parts, terms)
-        except RuntimeError:
-            raise KVBoostError("the engine is closed") from None
-        return replace(request, loading=loading)
-
-    def _run(self, request: Request) -> GenerationResult:
-        reply = self._submit(request)
-        try:
-            return reply.result()
-        except BaseException:  # most of all KeyboardInterrupt: don't compute for nobody
-            request.cancelled.set()
-            raise

@@ -34,7 +34,7 @@ def explain(request: Request, parts: Parts, *, across_tenants: bool) -> ReuseRep
 
     `across_tenants` also says whether text is stored for somebody else, which is for operators.
     """
-    tokens = request.tokens
+    tokens, parts = request.tokens, parts.under(request.adapter)
     refusal = why_not(request, parts.model, len(tokens))
     terms, note = terms_of(request, parts, is_refused=bool(refusal))
     if terms.reuse != "off":
@@ -89,7 +89,7 @@ def _why_missed(
     words = np.asarray(tokens[span.start : span.stop], dtype="<u4")
     others = [other for other in index.spaces() if other != space] if across else []
     if any(index.knows(words, other) for other in others):
-        return "stored for another tenant, model or piece size"
+        return "stored for another tenant, adapter, model or piece size"
     if terms.reuse == "exact" and index.knows(words, space):
         return "stored with other text before it: reuse='auto' would use it"
     if len(span) < (LEAST_MOVED_TOKENS if span.start else LEAST_TOKENS):

@@ -125,7 +125,8 @@ def fill(
     model, reused = parts.model, decision.plan
     slots = rows.own if isinstance(rows, Rows) else rows
     loaded = tuple(m for m in reused.matches if m.span.stop > decision.num_shared)
-    placed = assemble(ReusePlan(len(tokens), loaded), rows, model, parts.store)
+    space = space_of(terms.tenant, parts)
+    placed = assemble(ReusePlan(len(tokens), loaded), rows, model, parts.store, space)
     parts.store.forget(placed.lost)
     load_ms = 1e3 * (time.perf_counter() - started)
     shared = (m for m in reused.matches if m.span.stop <= decision.num_shared)
@@ -275,6 +276,6 @@ def _from(match: Match, start: int) -> Match:
 
 
 def space_of(tenant: str, parts: Parts) -> Namespace:
-    """The namespace of what a tenant stores."""
+    """The namespace of what a tenant stores under the adapter of `parts`."""
     codec = parts.store.codec.name
     return namespace(parts.model.fingerprint, tenant, parts.piece_tokens, codec)

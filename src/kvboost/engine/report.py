@@ -64,7 +64,8 @@ def count(
     request: Request, prefilled: Prefilled[Any] | None, parts: Parts, *, looked_up: bool
 ) -> None:
     """Raise the counters by a request that ran."""
-    add, num_prompt = partial(parts.metrics.add, tenant=request.tenant), len(request.tokens)
+    num_prompt, adapter = len(request.tokens), request.adapter.name
+    add = partial(parts.metrics.add, tenant=request.tenant, adapter=adapter)
     add("requests")
     add("prompt_tokens", num_prompt)
     if prefilled is None or not looked_up:

@@ -13,6 +13,7 @@ from kvboost.config import check_reuse, option_names
 from kvboost.core import ReuseMode
 from kvboost.engine.results import GenerationMode
 from kvboost.errors import ConfigError
+from kvboost.models.adapters import Adapter
 
 DEFAULT_NEW_TOKENS = 64
 REFUSED = {
@@ -33,6 +34,7 @@ class Request:
     tokens: list[int]
     reuse: ReuseMode
     tenant: str
+    adapter: Adapter
     arguments: dict[str, Any]  # for Transformers' generate()
     started_at: float = field(default_factory=time.perf_counter)
     emit: Callable[[str], None] | None = None  # gets the text as it comes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from kvboost.build import Parts
@@ -28,6 +29,7 @@ def cache_stats(parts: Parts) -> dict[str, Any]:
         "index_mb": parts.store.index.size_bytes / 2**20,
         "quality": parts.guard.snapshot(),
         "tenants": _tenants(parts, memory.size_bytes),
+        "adapters": {name: _row(each) for name, each in parts.metrics.adapters().items()},
         "tiers": tiers.stats(),
         **counts,
     }
@@ -35,21 +37,25 @@ def cache_stats(parts: Parts) -> dict[str, Any]:
 
 def _tenants(parts: Parts, size_bytes: int) -> dict[str, dict[str, int]]:
     """By tenant: requests, hits, misses, and what of memory's `size_bytes` is his."""
+    memory = parts.store.tiers.memory
     rows = {}
     for tenant, counts in parts.metrics.tenants().items():
-        exact, moved = counts["exact_hits"], counts["moved_hits"]
-        held_bytes = parts.store.tiers.memory.held_bytes(space_of(tenant, parts))
-        rows[tenant] = {
-            "requests": counts["requests"],
-            "prompt_tokens": counts["prompt_tokens"],
-            "exact_tokens": counts["exact_tokens"],
-            "moved_tokens": counts["moved_tokens"],
-            "cache_hits": exact + moved,
-            "approximate_hits": moved,
-            "cache_misses": counts["misses"],
-            "memory_bytes": held_bytes,
-        }
+        held = (memory.held_bytes(space_of(tenant, each)) for each in parts.variants)
+        rows[tenant] = {**_row(counts), "memory_bytes": sum(held)}
     if OTHER_TENANTS in rows:
         known_bytes = sum(row["memory_bytes"] for row in rows.values())
         rows[OTHER_TENANTS]["memory_bytes"] = max(0, size_bytes - known_bytes)
     return rows
+
+
+def _row(counts: Counter[str]) -> dict[str, int]:
+    exact, moved = counts["exact_hits"], counts["moved_hits"]
+    return {
+        "requests": counts["requests"],
+        "prompt_tokens": counts["prompt_tokens"],
+        "exact_tokens": counts["exact_tokens"],
+        "moved_tokens": counts["moved_tokens"],
+        "cache_hits": exact + moved,
+        "approximate_hits": moved,
+        "cache_misses": counts["misses"],
+    }

@@ -14,6 +14,7 @@ from kvboost.engine.prefill import Terms, bring, keep, pin, prefill
 from kvboost.engine.results import WarmResult
 from kvboost.engine.worker import Worker
 from kvboost.errors import ConfigError
+from kvboost.models.adapters import Adapter
 from kvboost.models.probe import context_sensitivity, reordered
 from kvboost.models.slots import SlotCache
 
@@ -36,6 +37,7 @@ class Warming:
         before: list[int],
         *,
         tenant: str,
+        adapter: Adapter,
         is_pinned: bool,
         ttl_s: float | None,
     ) -> WarmResult:
@@ -44,21 +46,21 @@ class Warming:
             raise ConfigError(f"ttl_s={ttl_s} is how long a pin lasts: it needs pin=True")
         if not texts or not all(texts):
             raise ConfigError("there is nothing to warm: a text is empty")
-        started = time.perf_counter()
+        started, parts = time.perf_counter(), self._parts.under(adapter)
         num_computed = num_pinned = 0
         for text in tqdm(texts, desc="warming", disable=len(texts) < MANY_TEXTS or None):
             with self._turn:
-                num_computed += self._warm(text, before, tenant)
+                num_computed += self._warm(text, before, tenant, parts)
                 if is_pinned:
-                    pinning = partial(pin, before + text, self._parts, tenant=tenant, ttl_s=ttl_s)
+                    pinning = partial(pin, before + text, parts, tenant=tenant, ttl_s=ttl_s)
                     num_pinned += self._worker.call(pinning)
-        self._parts.metrics.add("warmed_tokens", num_computed, tenant=tenant)
+        parts.metrics.add("warmed_tokens", num_computed, tenant=tenant)
         total_ms = 1e3 * (time.perf_counter() - started)
         return WarmResult(len(texts), sum(map(len, texts)), num_computed, num_pinned, total_ms)
 
-    def _warm(self, text: list[int], before: list[int], tenant: str) -> int:
-        bring(before + text, self._parts, Terms("exact", tenant))
-        steps = warming(text, self._parts, before=before, tenant=tenant, at_once=self._at_once)
+    def _warm(self, text: list[int], before: list[int], tenant: str, parts: Parts) -> int:
+        bring(before + text, parts, Terms("exact", tenant))
+        steps = warming(text, parts, before=before, tenant=tenant, at_once=self._at_once)
         num_computed = 0
         while (num_done := self._worker.call(partial(next, steps, None))) is not None:
             num_computed += num_done

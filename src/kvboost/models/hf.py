@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +15,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from kvboost.core import KVGeometry, Rotation
 from kvboost.errors import UnsupportedModel
 from kvboost.models import attention, certify
+from kvboost.models.adapters import Adapter, Adapters, unwrapped
 from kvboost.models.fingerprint import fingerprint
 from kvboost.models.packed import Segment, keep_logits, run_packed
 from kvboost.models.prepack import prepack
@@ -45,7 +48,7 @@ class HFModel:
     def __init__(
         self, model: PreTrainedModel, *, strict: bool = True, prepacked: bool = False
     ) -> None:
-        """Certify `model` and switch it to our attention functions.
+        """Certify `model`, as it came, and switch it to our attention functions.
 
         `prepacked` gives its linear layers a second copy of their weights that is faster.
 
@@ -53,10 +56,13 @@ class HFModel:
             UnsupportedModel: with the reason, if `strict`; else `refusal` holds the reason. The
                 model is left as it was.
         """
+        model = unwrapped(model)
         self.name = f"{type(model).__name__} ({model.config.model_type})"
         self._native_attention: str | None = model.config._attn_implementation  # noqa: SLF001
         if self._native_attention in (attention.SDPA, attention.EAGER):
             raise UnsupportedModel(f"{self.name}: an engine has it already; close that one first")
+        self.adapters = Adapters(model)
+        self.adapter = self.adapters.default  # under which every forward runs
         self._was_training = model.training
         self.model = model.eval()
         self.refusal = ""  # why nothing can be reused
@@ -67,7 +73,7 @@ class HFModel:
         self._position_limit: int | None = None
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         self._unpack = prepack(model) if prepacked else None
-        self._spare: SlotCache | None = None
+        self._spare: list[SlotCache] = []  # one at most; in common under all adapters
         attention.register()
         try:
             self._certify()
@@ -86,7 +92,24 @@ class HFModel:
     @property
     def fingerprint(self) -> bytes:
         """Changes with anything that changes the K/V of given tokens."""
-        return self._fingerprint
+        if not self.adapter.digest:
+            return self._fingerprint
+        return sha256(self._fingerprint + self.adapter.digest).digest()
+
+    def under(self, adapter: Adapter) -> HFModel:
+        """The same model with the forwards and the fingerprint that it has under an adapter."""
+        other = copy.copy(self)
+        other.adapter = adapter
+        return other
+
+    @torch.no_grad()
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load an adapter beside those that are there.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+        self.adapters.load(name, folder, self._check_adapter)
 
     @property
     def rotations(self) -> Mapping[int, Rotation | None]:
@@ -109,7 +132,7 @@ class HFModel:
 
     def slots(self, num_tokens: int) -> SlotCache:
         """An empty buffer for about `num_tokens` rows; hand it back with `recycle`."""
-        spare, self._spare = self._spare, None
+        spare = self._spare.pop() if self._spare else None
         if spare is not None and spare.capacity >= num_tokens:
             return spare.reuse()
         capacity = -(-num_tokens // CAPACITY_STEP) * CAPACITY_STEP
@@ -122,7 +145,7 @@ class HFModel:
     def recycle(self, slots: SlotCache) -> None:
         """Keep one buffer for the next request: fresh memory costs a page fault every 4 KiB."""
         if slots.batch_size == 1:
-            self._spare = slots
+            self._spare[:] = [slots]
 
     @torch.no_grad()
     def forward(
@@ -138,6 +161,7 @@ class HFModel:
         Returns the logits of the last `num_logits` of them [num_logits, vocabulary]. Each token
         attends to all rows at or before its own position.
         """
+        self.adapters.use(self.adapter)
         if not (isinstance(positions, range) and positions.start == slots.length):
             slots.scatter(positions)
         device = self.model.device
@@ -156,6 +180,7 @@ class HFModel:
 
         In one forward if the model `packs`; else one by one, and no rows may be shared.
         """
+        self.adapters.use(self.adapter)
         if self.packs:
             return run_packed(self.model, self._geometry, segments)
         return {
@@ -176,6 +201,7 @@ class HFModel:
         every sampling, stopping and streaming argument works as documented there. Returns its
         output object. Without `slots` Transformers uses a cache of its own.
         """
+        self.adapters.use(self.adapter)
         counts = [self.setting(n, arguments) for n in ("num_beams", "num_return_sequences")]
         num_sequences = max(count or 1 for count in counts)
         if slots is not None and num_sequences > 1:
@@ -230,8 +256,9 @@ class HFModel:
             self._unpack = None
         if self._native_attention is not None:
             self.model.set_attn_implementation(self._native_attention)
+        self.adapters.release()
         self.model.train(self._was_training)
-        self._spare = None
+        self._spare.clear()
 
     @torch.no_grad()
     def _certify(self) -> None:
@@ -255,6 +282,16 @@ class HFModel:
         if self._rotations.refusal:
             log.info("%s: exact reuse only: %s", self.name, self._rotations.refusal)
         log.info("certified %s in %.1f s", self.name, time.perf_counter() - started)
+
+    def _check_adapter(self) -> None:
+        """Whether what certification found still holds for the base model and under an adapter."""
+        if self.refusal:
+            return
+        if certify.measure_geometry(self.model) != self._geometry:
+            raise UnsupportedModel("it changes the shape of K/V")
+        if fingerprint(self.model, self._geometry) != self._fingerprint:
+            self.adapters.defect = "an adapter has changed the base model's weights: load it anew"
+            raise UnsupportedModel(self.adapters.defect)
 
 
 def _fit_tokens_to_rows(

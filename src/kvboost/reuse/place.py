@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost.codecs.frame import decode, read
-from kvboost.core import FrameKey, Match, MatchKind, ReusePlan
+from kvboost.core import FrameKey, Match, MatchKind, Namespace, ReusePlan
 from kvboost.errors import CacheError
 from kvboost.rope import move
 from kvboost.tiers.store import ChunkStore
@@ -30,8 +30,12 @@ class Placed:
     sensitivities: npt.NDArray[np.float32]  # of each position; 0 where nothing is known
 
 
-def assemble(plan: ReusePlan, slots: Slots, model: CausalModel, store: ChunkStore) -> Placed:
+def assemble(
+    plan: ReusePlan, slots: Slots, model: CausalModel, store: ChunkStore, space: Namespace
+) -> Placed:
     """Fill `slots` with what the plan reuses and return what came true of it.
+
+    Keys tell namespaces apart already; a frame of another one than `space` is refused all the same.
 
     An exact match holds only on top of all matches before it, so the first one that is gone or
     broken ends the exact ones. Moved ones stand each for itself.
@@ -44,7 +48,7 @@ def assemble(plan: ReusePlan, slots: Slots, model: CausalModel, store: ChunkStor
         if match.kind is MatchKind.EXACT and lost:
             continue
         frame = loaded.get(match.key)
-        known = None if frame is None else _place(match, frame, slots, store)
+        known = None if frame is None else _place(match, frame, slots, store, space)
         if known is None:
             lost.append(match.key)
             continue
@@ -62,7 +66,9 @@ def assemble(plan: ReusePlan, slots: Slots, model: CausalModel, store: ChunkStor
     return Placed(came_true, tuple(lost), sensitivities)
 
 
-def _place(match: Match, source: memoryview, slots: Slots, store: ChunkStore) -> bytes | None:
+def _place(
+    match: Match, source: memoryview, slots: Slots, store: ChunkStore, space: Namespace
+) -> bytes | None:
     """Write a match's rows; what is known of their sensitivity, or None if the frame is no good."""
     try:
         head = read(source)
@@ -70,6 +76,11 @@ def _place(match: Match, source: memoryview, slots: Slots, store: ChunkStore) ->
     except CacheError as error:
         log.warning("a stored frame cannot be used: %s", error)
         store.metrics.add("damaged_frames")
+        store.tiers.discard(match.key)
+        return None
+    if head.entry.space != space:
+        log.error("a stored frame is of another tenant, adapter or model")
+        store.metrics.add("foreign_frames")
         store.tiers.discard(match.key)
         return None
     kv = [part[:, :, match.offset : match.offset + len(match.span)] for part in whole]

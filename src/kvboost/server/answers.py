@@ -29,6 +29,7 @@ class Ask:
     tokens: Sequence[int]
     sampling: Sampling
     reuse: ReuseMode | None
+    adapter: str | None = None
 
 
 class ClientGone(Exception):
@@ -63,6 +64,7 @@ class Answers:
                     ask.sampling,
                     reuse=ask.reuse,
                     tenant=tenant,
+                    adapter=ask.adapter,
                     deadline_s=deadline_s,
                     listener=partial(self._post, index),
                 )

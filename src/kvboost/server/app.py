@@ -117,15 +117,13 @@ class Endpoints:
         return Response(body, headers={"content-type": content_type})
 
     async def models(self) -> Response:
-        """The one model."""
-        return JSONResponse({"object": "list", "data": [self._card]})
+        """The model, and what it is under each of its adapters."""
+        cards = [self._card(name) for name in (self._model.name, *self._model.adapters)]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def one_model(self, name: str) -> Response:
-        """The one model, by its name."""
-        if name != self._model.name:
-            reason = f"the model {name!r} does not exist"
-            raise Problem(404, reason, param="model", code="model_not_found")
-        return JSONResponse(self._card)
+        """One of them, by its name."""
+        return JSONResponse(self._card(self._model.adapter(name) or self._model.name))
 
     async def completion(self, body: CompletionBody, request: Request) -> Response:
         """Continue prompts."""
@@ -162,6 +160,7 @@ class Endpoints:
             pin=body.pin,
             ttl_s=body.ttl_s,
             tenant=_tenant(body.tenant, request),
+            adapter=self._model.adapter(body.model),
         )
         result = await self._running.unless_cut(asyncio.to_thread(warming))
         return JSONResponse(dataclasses.asdict(result))
@@ -196,14 +195,14 @@ class Endpoints:
         num = await asyncio.to_thread(deleting, tenant=_tenant(body.tenant, request))
         return JSONResponse({"num_deleted": num})
 
-    @property
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._model.name,
+            "id": name,
             "object": "model",
             "created": self._created_at,
             "owned_by": "kvboost",
             "max_model_len": self._model.context_tokens,
+            "parent": None if name == self._model.name else self._model.name,
         }
 
     async def _answer(self, request: Request, make_plan: Callable[[], Plan]) -> Response:

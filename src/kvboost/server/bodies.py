@@ -334,8 +334,7 @@ class ChatBody(Sampled):
             raise wrong("top_logprobs", "top_logprobs needs logprobs=true")
         if self.tool_choice not in (None, "none") and not self.tools:
             raise wrong("tool_choice", "tool_choice needs tools")
-        names = [tool.function.name for tool in self.tools or ()]
-        if self.named_tool is not None and self.named_tool not in names:
+        if self.named_tool not in (None, *(tool.function.name for tool in self.tools or ())):
             raise wrong("tool_choice", f"tool_choice names no tool: {self.named_tool!r}")
         if self.active_tools and isinstance(self.response_format, ObjectFormat | SchemaFormat):
             reason = "response_format and tools exclude each other; tool_choice='none'?"
@@ -375,6 +374,7 @@ class WarmBody(Body):
     preface: Text | None = None
     pin: bool = False
     ttl_s: Annotated[float, Field(gt=0)] | None = None
+    model: Label | None = Field(None, description="as /v1/models has it; may be left out")
     tenant: Label | None = Field(None, description="None: that of the API key")
 
     @model_validator(mode="after")

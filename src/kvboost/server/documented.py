@@ -47,6 +47,7 @@ class ModelCard(Documented):
     created: int
     owned_by: str
     max_model_len: int | None
+    parent: str | None
 
 
 class ModelList(Documented):

@@ -135,12 +135,12 @@ def _chunks(stats: Stats) -> Iterable[Sample]:
     return [((kind,), stats.cache[name]) for kind, name in kinds.items()]
 
 
-def _tenant_tokens(stats: Stats) -> Iterable[Sample]:
-    return [
-        ((tenant, kind), amount)
-        for tenant, row in stats.cache["tenants"].items()
-        for kind, amount in _tokens_by_kind(row)
-    ]
+def _tokens_of(owners: str) -> Read:
+    def read(stats: Stats) -> Iterable[Sample]:
+        rows = stats.cache[owners].items()
+        return [((name, kind), num) for name, row in rows for kind, num in _tokens_by_kind(row)]
+
+    return read
 
 
 def _tenant_bytes(stats: Stats) -> Iterable[Sample]:
@@ -212,6 +212,7 @@ READINGS = (
     _engine_counter("evicted_chunks"),
     _engine_counter("loaded_chunks"),
     _engine_counter("damaged_frames"),
+    _engine_counter("foreign_frames"),
     _engine_counter("audits"),
     _gauge("audit_kl", "Mean KL of recent audits of the worst tenant", _worst_kl),
     _gauge(
@@ -237,7 +238,16 @@ READINGS = (
     ),
     _gauge("pinned_chunks", "Chunks in memory that may not leave", _of_cache("pinned_chunks")),
     _gauge("index_bytes", "Memory of the index of stored chunks", _index_bytes),
-    _counter("tenant_prompt_tokens", "Prompt tokens by tenant", _tenant_tokens, "tenant", "kind"),
+    _counter(
+        "tenant_prompt_tokens", "Prompt tokens by tenant", _tokens_of("tenants"), "tenant", "kind"
+    ),
+    _counter(
+        "adapter_prompt_tokens",
+        "Prompt tokens by adapter; that of the base model has no name",
+        _tokens_of("adapters"),
+        "adapter",
+        "kind",
+    ),
     _gauge("tenant_memory_bytes", "Bytes of the memory tier by tenant", _tenant_bytes, "tenant"),
 )
 

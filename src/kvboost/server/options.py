@@ -40,6 +40,10 @@ class ServerOptions:
     served_model_name: str | None = field(
         default=None, metadata=about("its name for clients; None: the last part of --model")
     )
+    adapter: tuple[str, ...] = field(
+        default=(),
+        metadata=about("PEFT adapter as NAME=FOLDER, or a hub name; clients choose it as a model"),
+    )
     host: str = field(default="127.0.0.1", metadata=about("address to listen at"))
     port: int = field(
         default=8000, metadata=about("port to listen at; 0: any free one", low=0, high=65535)
@@ -96,6 +100,10 @@ class ServerOptions:
             _check_text(each.name, hint, value)
         if not self.model:
             raise ConfigError("model='': expected the name or folder of a model (--model)")
+        names = [self.model_name, *(each.partition("=")[0] for each in self.adapter)]
+        are_pairs = all(re.fullmatch("[^=]+=.+", each) for each in self.adapter)
+        if not are_pairs or len({*names}) < len(names):
+            raise ConfigError(f"adapter={self.adapter!r}: expected NAME=FOLDER, each name once")
         if self.workers != 1:
             raise ConfigError(
                 f"workers={self.workers}: expected 1, because one process owns the model and "
@@ -116,6 +124,11 @@ class ServerOptions:
     def model_name(self) -> str:
         """The model's name for clients."""
         return self.served_model_name or self.model.rstrip("/").rpartition("/")[2] or self.model
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Folders of adapters by their names for clients."""
+        return dict(written.split("=", 1) for written in self.adapter)
 
 
 def is_loopback(host: str) -> bool:

@@ -46,6 +46,21 @@ class Served:
     vocab_size: int
     context_tokens: int | None = None  # prompt and answer together; None: no limit is known
     most_answers: int | None = None  # at once, running and waiting
+    adapters: tuple[str, ...] = ()  # names that stand for the model under an adapter
+
+    def adapter(self, name: str | None) -> str | None:
+        """The adapter that a request means by the name of a model; None: the model as it came.
+
+        Raises:
+            Problem: there is no such model.
+        """
+        if name in (None, self.name):
+            return None
+        if name not in self.adapters:
+            known = ", ".join(map(repr, (self.name, *self.adapters)))
+            reason = f"the model {name!r} does not exist; this server has {known}"
+            raise Problem(404, reason, param="model", code="model_not_found")
+        return name
 
 
 @dataclass(frozen=True)
@@ -98,7 +113,7 @@ class Planner:
 
     def completion(self, body: CompletionBody) -> Plan:
         """The plan of /v1/completions."""
-        self._check_model(body.model)
+        adapter = self._model.adapter(body.model)
         num_kept = body.n or 1
         num_each = max(num_kept, body.best_of or 1)
         top_logprobs = body.logprobs
@@ -116,7 +131,7 @@ class Planner:
             written = prompt if isinstance(prompt, str) else self._tokenizer.decode(tokens)
             echoes += [written if body.echo else ""] * num_kept
         has_logprobs = body.logprobs is not None
-        reply = CompletionReply(self._model.name, echoes, has_logprobs=has_logprobs)
+        reply = CompletionReply(adapter or self._model.name, echoes, has_logprobs=has_logprobs)
         return self._plan(body, asks, num_each, num_kept, reply)
 
     def grammars(self, body: ChatBody) -> list[Grammar | None]:
@@ -125,13 +140,13 @@ class Planner:
 
     def chat(self, body: ChatBody, grammars: Sequence[Grammar | None]) -> Plan:
         """The plan of /v1/chat/completions."""
-        self._check_model(body.model)
+        adapter = self._model.adapter(body.model)
         tokens = self._chat_tokens(body)
         name = "max_tokens" if body.max_tokens else "max_completion_tokens"
         num_new = self._room(tokens, body.max_tokens or body.max_completion_tokens, name)
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         reply = ChatReply(
-            self._model.name,
+            adapter or self._model.name,
             has_logprobs=bool(body.logprobs),
             has_tools=bool(body.active_tools),
             is_parallel=body.parallel_tool_calls is not False,
@@ -151,6 +166,7 @@ class Planner:
 
     def warmed(self, body: WarmBody) -> str | list[str] | list[int]:
         """What is to be read for later; none of it is longer than a prompt may be."""
+        self._model.adapter(body.model)
         for text in [body.text or "", body.preface or "", *(body.texts or ())]:
             self._check_size(text)
         content = body.text or body.texts or self._rendered(_plain(body.messages))
@@ -183,7 +199,7 @@ class Planner:
         top_logprobs: int | None,
     ) -> list[Ask]:
         """The answers to one prompt; with a seed, each has its own."""
-        bias = self._bias(body.logit_bias or {})
+        bias, adapter = self._bias(body.logit_bias or {}), self._model.adapter(body.model)
         return [
             Ask(
                 tokens,
@@ -204,14 +220,10 @@ class Planner:
                     grammar=grammar,
                 ),
                 body.reuse,
+                adapter,
             )
             for number, grammar in enumerate(grammars)
         ]
-
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, self._model.name):
-            reason = f"the model {name!r} does not exist; this server has {self._model.name!r}"
-            raise Problem(404, reason, param="model", code="model_not_found")
 
     def _chat_tokens(self, body: ChatBody) -> list[int]:
         choice = body.named_tool or body.tool_choice or "auto"

@@ -177,12 +177,15 @@ def _load(options: ServerOptions, engine_options: Options) -> tuple[KVBoost, Ser
         except (ValueError, AssertionError) as error:  # something is missing, CUDA for one
             raise ConfigError(f"model {options.model}: {error}") from error
     with _told("certifying"):
-        engine = KVBoost(model, tokenizer, **dataclasses.asdict(engine_options))
+        engine = KVBoost(
+            model, tokenizer, adapters=options.adapters, **dataclasses.asdict(engine_options)
+        )
     vocab_size, longest = limits(model)
     room = engine.batch_stats()["kv_capacity_tokens"]
     most_answers = engine_options.max_batch_size + engine_options.max_queue_size
     most_tokens = min(room, longest or room)
-    return engine, Served(options.model_name, vocab_size, most_tokens, most_answers)
+    names = tuple(options.adapters)
+    return engine, Served(options.model_name, vocab_size, most_tokens, most_answers, names)
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class StreamedWeights:
         self._window = Window(chosen.window_bytes, carrier.bring, carrier.drop)
         self._sources: dict[int, torch.Tensor] = {}  # of what comes and goes, by identity
         self._undo: list[Undo] = []
-        self._bring_resident()
+        self.bring_resident()
         for tensor in layout.fixed:
             self._replace(tensor, carrier.place(tensor.data))
         for holding in layout.holdings:
@@ -112,16 +112,12 @@ class StreamedWeights:
             num_waits=window.num_waits,
         )
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All parameters and buffers by name; `forget` what was read of them."""
-        model = self._model()
-        assert model is not None
-        for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):
-            yield name, self._sources.get(id(tensor), tensor)
-        self._bring_resident()
+    def source(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Where the numbers of a parameter or buffer are read from; `forget` what was read."""
+        return self._sources.get(id(tensor), tensor)
 
     def forget(self, part: torch.Tensor) -> None:
-        """Give up the memory of a part of what `tensors` gave, if it can be brought again."""
+        """Give up the memory of a part of a source, if it can be brought again."""
         if self._carrier.can_drop(part):
             self._carrier.drop(Brought([part]))
 
@@ -134,7 +130,8 @@ class StreamedWeights:
                 self._undo.pop()()
         self._window.close()
 
-    def _bring_resident(self) -> None:
+    def bring_resident(self) -> None:
+        """Have in memory what is to stay there."""
         for piece in self._resident:
             piece.brought = self._carrier.bring(piece.source)
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from kvboost.build import Parts
 from kvboost.engine.answer import terms_of, why_not
@@ -23,6 +24,7 @@ from kvboost.engine.prefill import decide, fill, keep, named_chunks
 from kvboost.engine.report import count, report
 from kvboost.engine.results import Completion, Phases
 from kvboost.errors import DeadlineExceeded
+from kvboost.models.adapters import Adapter
 from kvboost.models.rows import Rows, SharedRows
 from kvboost.models.sampling import Choice, choose
 from kvboost.reuse.lookup import find
@@ -52,6 +54,8 @@ class Batch:
         self._live = LivePrompts()
         self._pace = Pace()
         self._num_steps = self._num_answers_stepped = 0
+        # Of adapters that are loaded; who comes back at once must not be first each time.
+        self._last_steps: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
 
     def add(self, member: Member) -> None:
         """Let a request wait for its turn."""
@@ -171,7 +175,7 @@ class Batch:
         return num_alike - num_known > (len(member.request.tokens) - num_known) / 2
 
     def _find_alike(self, member: Member) -> tuple[Owner | None, int]:
-        request, parts = member.request, self._parts
+        request, parts = member.request, member.parts
         may_share = parts.model.packs and parts.piece_tokens is None and request.reuse != "off"
         if not may_share or self._is_alone(member):
             return None, 0
@@ -182,7 +186,7 @@ class Batch:
         return self._live.find(keys, [chunk.span for chunk in chunks])
 
     def _join(self, member: Member) -> None:
-        request, parts = member.request, self._parts
+        request, parts = member.request, member.parts
         member.joined_at = time.perf_counter()
         if request.loading is not None and request.loading.exception() is not None:
             log.error("loading failed, going on without", exc_info=request.loading.exception())
@@ -218,11 +222,14 @@ class Batch:
         return owner.rows.share(most // SHARED_STEP * SHARED_STEP)
 
     def _next_segments(self) -> dict[Segment, Member]:
-        """One token of each answer, then pieces of prompts: the oldest first, then short ones."""
-        computing = [each for each in self._running if each.pending]
-        decoding = [each for each in self._running if not each.pending]
-        segments = {each.next_segment(1): each for each in decoding}
-        room = self._room_for_prompts(computing)
+        """One token of each answer, then pieces of prompts: the oldest first, then short ones.
+
+        All are of one adapter; answers of others wait meanwhile, so they limit prompts as well.
+        """
+        members = self._in_turn()
+        room = self._room_for_prompts([each for each in self._running if each.pending])
+        computing = [each for each in members if each.pending]
+        segments = {each.next_segment(1): each for each in members if not each.pending}
         # Half of the room is the oldest prompt's, so that short ones cannot hold it up for ever.
         for member in computing[:1]:
             most = room if len(computing) == 1 else -(-room // 2)
@@ -232,6 +239,14 @@ class Batch:
             if room > 0:
                 room -= self._add_piece(segments, member, room)
         return segments
+
+    def _in_turn(self) -> list[Member]:
+        """The running requests of the adapter whose last step is the longest ago."""
+        adapters = {each.request.adapter for each in self._running}
+        if len(adapters) < 2:
+            return self._running
+        adapter = min(adapters, key=lambda each: self._last_steps.get(each, 0))
+        return [each for each in self._running if each.request.adapter is adapter]
 
     def _room_for_prompts(self, computing: list[Member]) -> int:
         num_decoding = len(self._running) - len(computing)
@@ -251,11 +266,12 @@ class Batch:
 
     def _compute(self, segments: dict[Segment, Member]) -> None:
         started = time.perf_counter()
+        first = next(iter(segments.values()))
         num_answers = sum(not s.pending for s in segments.values())
         num_prompt = sum(len(g.tokens) for g, s in segments.items() if not s.output)
         num_decoding = sum(bool(s.output) for s in segments.values())
         try:
-            logits = self._parts.model.forward_packed(list(segments))
+            logits = first.parts.model.forward_packed(list(segments))
             ready = {g: s for g, s in segments.items() if not s.pending}
             choices: list[Choice | Exception] = []
             if ready:
@@ -272,6 +288,7 @@ class Batch:
         for member, choice in zip(ready.values(), choices, strict=True):
             self._go_on(member, choice)
         self._num_steps += 1
+        self._last_steps[first.request.adapter] = self._num_steps
         self._num_answers_stepped += num_answers
         self._pace.observe(time.perf_counter() - started, num_decoding, num_prompt)
 
@@ -284,7 +301,7 @@ class Batch:
                 raise choice
             member.accept(choice)
             if member.finish_reason is not None:
-                completion = _completion(member, self._parts)
+                completion = _completion(member)
         except BaseException as error:  # of a listener, a grammar, a tokenizer: its own matter
             log.exception("an answer could not be continued")
             self._fail(member, error)
@@ -303,7 +320,7 @@ class Batch:
         try:
             member.ticket.future.set_result(completion)
             looked_up = member.terms.reuse != "off"
-            count(member.request, member.prefilled, self._parts, looked_up=looked_up)
+            count(member.request, member.prefilled, member.parts, looked_up=looked_up)
             if looked_up:
                 self._keep(member)
         except Exception:
@@ -312,7 +329,7 @@ class Batch:
             member.owner.close()
 
     def _keep(self, member: Member) -> None:
-        request, parts, prefilled = member.request, self._parts, member.prefilled
+        request, parts, prefilled = member.request, member.parts, member.prefilled
         assert prefilled is not None
         tokens = [*request.tokens, *member.output][: member.rows.length]
         if parts.piece_tokens is not None:
@@ -341,7 +358,7 @@ class Batch:
         member.give_back_place()
 
 
-def _completion(member: Member, parts: Parts) -> Completion:
+def _completion(member: Member) -> Completion:
     request, prefilled = member.request, member.prefilled
     assert prefilled is not None and member.finish_reason is not None
     first_at, last_at = (request.started_at + member.token_times[i] for i in (0, -1))
@@ -352,7 +369,7 @@ def _completion(member: Member, parts: Parts) -> Completion:
         finish_reason=member.finish_reason,
         prompt_tokens=len(request.tokens),
         cached_tokens=prefilled.num_cached,
-        reuse=report(prefilled, len(request.tokens), parts, member.note, first_at),
+        reuse=report(prefilled, len(request.tokens), member.parts, member.note, first_at),
         phases=Phases(
             queue=member.joined_at - request.started_at,
             lookup=lookup_s,

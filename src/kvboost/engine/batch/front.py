@@ -62,6 +62,7 @@ class BatchFront:
         try:
             member = Member(
                 request=self._start_loading(request),
+                parts=self._parts.under(request.adapter),
                 sampling=sampling,
                 tokenizer=self._tokenizer,
                 end_tokens=self._parts.model.end_tokens,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from kvboost.build import Parts
 from kvboost.core import Chunk, ChunkKeys, Sampling, Span
 from kvboost.engine.batch.live import Owner
 from kvboost.engine.batch.text import TextReader
@@ -29,6 +30,7 @@ class Member:
     """State of a request; all of it belongs to the engine's thread but for the ticket."""
 
     request: Request
+    parts: Parts  # of its adapter
     sampling: Sampling
     tokenizer: PreTrainedTokenizerBase
     end_tokens: frozenset[int]
