@@ -112,15 +112,15 @@ def _mask_one(tier: str, **kwargs: Any) -> torch.Tensor | BlockMask | None:
     on_cpu, is_scattered = device.type == "cpu", isinstance(offset, torch.Tensor)
     if not is_scattered and _sees_all_before(tier, on_cpu=on_cpu, **kwargs):
         return None
+    uses_flex = tier == "flash_attn" or (tier == "flash_sdpa" and device.type == "cuda")
+    if uses_flex and is_scattered and offset.ndim and num_queries >= kernels.FLEX_QUERIES:
+        rule = kwargs.get("mask_function", causal_mask_function)
+        positions = offset + torch.arange(num_queries, device=device)
+        if not _is_padded(kwargs.get("attention_mask")):
+            return kernels.scattered_mask(rule, positions, kwargs["kv_length"])
     # Transformers also skips the mask for a lone query, or for as many queries as rows: right for
     # appended tokens, wrong for scattered ones.
     may_skip = kwargs.get("allow_is_causal_skip", True) and not (on_cpu or is_scattered)
-    uses_flex = tier == "flash_attn" or (tier == "flash_sdpa" and device.type == "cuda")
-    is_ours = is_scattered and offset.ndim == 1 and not _is_padded(kwargs.get("attention_mask"))
-    if uses_flex and is_ours and num_queries >= kernels.FLEX_QUERIES:
-        rule = kwargs.get("mask_function", causal_mask_function)
-        positions = offset + torch.arange(num_queries, device=device)
-        return kernels.scattered_mask(rule, positions, kwargs["kv_length"])
     mask: torch.Tensor | None = sdpa_mask(**kwargs | {"allow_is_causal_skip": may_skip})
     if mask is None or not on_cpu:
         return mask

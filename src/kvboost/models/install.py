@@ -71,7 +71,8 @@ def uninstall_flash_attention(model: PreTrainedModel) -> None:
 
 def own_attention(model: PreTrainedModel) -> str | None:
     """The attention that a model came with."""
-    return _native.get(model, model.config._attn_implementation)  # noqa: SLF001
+    current: str | None = model.config._attn_implementation  # noqa: SLF001
+    return _native.get(model, current)
 
 
 def implementations(model: PreTrainedModel) -> list[str]:

@@ -110,7 +110,7 @@ def attend_scattered(
     scale: float | None,
 ) -> torch.Tensor:
     """Attention under a `scattered_mask`."""
-    attend: Callable[..., Any] = _compiled_flex() if query.is_cuda else flex_attention
+    attend: Any = _compiled_flex() if query.is_cuda else flex_attention
     output: torch.Tensor = attend(
         query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
