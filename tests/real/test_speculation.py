@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import product
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ EDITS = (
     "Rename history to log.",
     "Add a method transfer(self, other, amount) at the end.",
 )
-NUM_NEW = 48
+NUM_NEW = 32
 
 
 def edit_prompt(edit: str) -> str:
@@ -96,16 +95,17 @@ def assert_lookup_keeps_the_text(
     engine: KVBoost, bare: Bare, edits: tuple[str, ...], num_new: int = NUM_NEW
 ) -> None:
     num_forwards = num_tokens = 0
-    for edit, num_candidates in product(edits, (3, 10)):
+    for edit in edits:
         prompt = ids(engine, edit_prompt(edit))
         wanted = bare.tokens(prompt, num_new)
-        arguments = {"prompt_lookup_num_tokens": num_candidates, "tenant": f"{num_candidates}"}
-        cold = engine.generate(prompt, num_new, **arguments)
-        assert cold.token_ids == wanted and (cold.cached_tokens > 100) == (edit != edits[0])
-        with counted(engine._parts.model.model) as sizes:
-            warm = engine.generate(prompt, num_new, **arguments)
-        assert warm.token_ids == wanted and warm.cached_tokens == len(prompt) - 1
-        num_forwards, num_tokens = num_forwards + len(sizes), num_tokens + len(wanted)
+        for num_candidates in (3, 10):
+            arguments = {"prompt_lookup_num_tokens": num_candidates, "tenant": f"{num_candidates}"}
+            cold = engine.generate(prompt, num_new, **arguments)
+            assert cold.token_ids == wanted and (cold.cached_tokens > 100) == (edit != edits[0])
+            with counted(engine._parts.model.model) as sizes:
+                warm = engine.generate(prompt, num_new, **arguments)
+            assert warm.token_ids == wanted and warm.cached_tokens == len(prompt) - 1
+            num_forwards, num_tokens = num_forwards + len(sizes), num_tokens + len(wanted)
     assert num_forwards < 0.8 * num_tokens
 
 
@@ -115,7 +115,7 @@ def test_prompt_lookup_gives_the_greedy_text_cold_and_warm(engine: KVBoost, bare
 
 def test_prompt_lookup_gives_the_greedy_text_on_a_second_architecture(coder: str) -> None:
     with KVBoost.from_pretrained(coder, dtype=torch.float32, chunk_size=32) as second:
-        assert_lookup_keeps_the_text(second, Bare(coder), EDITS[:1], num_new=24)
+        assert_lookup_keeps_the_text(second, Bare(coder), EDITS[:1], num_new=16)
 
 
 def test_prompt_lookup_gives_the_text_that_moved_reuse_has_without_it(engine: KVBoost) -> None:
