@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,8 +180,10 @@ def test_what_cannot_run_is_refused_with_the_reason(package: FlashAttn) -> None:
     chunked = build(*SUPPORTED["llama4-chunked-nope"])
     with pytest.raises(ConfigError, match="the model does not support it"):
         install_flash_attention(chunked, "flash_attn")
-    with pytest.raises(ConfigError, match="soft-caps and sinks"):
-        install_flash_attention(build(*SUPPORTED["gpt_oss-sinks"]))
+    model.set_attn_implementation("eager")
+    for eager in (model, build(*SUPPORTED["gpt_oss-sinks"])):
+        with pytest.raises(ConfigError, match="soft-caps and sinks"):
+            install_flash_attention(eager)
     with pytest.raises(UnsupportedModel, match="cannot be replaced"):
         install_flash_attention(build(*REFUSED["falcon"][:2]))
 
@@ -264,6 +267,24 @@ def with_package(name: str, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.parametrize(
+    ("width", "value_width", "dtype", "fits"),
+    [
+        (64, 64, torch.bfloat16, True),
+        (256, 256, torch.float16, True),
+        (264, 264, torch.float16, False),
+        (20, 20, torch.float16, False),
+        (64, 32, torch.float16, False),
+        (64, 64, torch.float32, False),
+    ],
+)
+def test_the_flash_attn_package_takes_what_its_kernels_are_built_for(
+    width: int, value_width: int, dtype: torch.dtype, fits: bool
+) -> None:
+    query, value = torch.empty(1, 2, 3, width, dtype=dtype), torch.empty(1, 2, 3, value_width)
+    assert kernels.fits_package(query, value) == fits
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "deepseek_v3-mla"])
 def test_appended_tokens_reach_the_flash_attn_package_if_it_takes_them(
@@ -309,6 +330,20 @@ def test_scattered_tokens_of_a_model_go_through_flex_attention(
     few = again[: kernels.FLEX_QUERIES - 1]
     model.forward(slots, [tokens[p] for p in few], few)
     assert type(masks[1]) is torch.Tensor
+
+
+def test_flex_attention_is_left_out_for_padding_and_for_static_caches() -> None:
+    asked: dict[str, Any] = {"batch_size": 1, "q_length": 130, "kv_length": 200}
+    positions = torch.arange(0, 200, 2)[:130]
+    positions = torch.cat([positions, torch.arange(170, 200)])
+    offsets = positions - torch.arange(130)
+    padding = torch.ones(1, 200, dtype=torch.bool)
+    make = partial(attention._mask_one, "flash_attn", **asked)
+    assert type(make(q_offset=offsets, attention_mask=padding)) is BlockMask
+    padding[0, :5] = False
+    explicit = make(q_offset=offsets, attention_mask=padding)
+    assert torch.equal(explicit[0, 0] == 0, seen(200, 200, None)[positions] & padding)
+    assert type(make(q_offset=torch.tensor(20))) is torch.Tensor
 
 
 def test_a_kernel_that_is_wrong_or_fails_is_not_chosen(

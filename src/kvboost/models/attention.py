@@ -62,7 +62,7 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 def needs_eager(model: PreTrainedModel) -> bool:
     """Whether SDPA and flash kernels would drop its soft-caps or sinks."""
-    is_eager = model.config._attn_implementation in ("eager", EAGER)  # noqa: SLF001
+    is_eager = model.config._attn_implementation == "eager"  # noqa: SLF001
     return is_eager or not model._supports_sdpa  # noqa: SLF001
 
 
@@ -110,14 +110,12 @@ def _mask_one(tier: str, **kwargs: Any) -> torch.Tensor | BlockMask | None:
     offset, num_queries = kwargs.get("q_offset", 0), kwargs["q_length"]
     device = torch.device(kwargs.get("device", "cpu"))
     on_cpu, is_scattered = device.type == "cpu", isinstance(offset, torch.Tensor)
-    if not is_scattered and _sees_all_before(tier, on_cpu=on_cpu, **kwargs):
+    if not is_scattered and _sees_all_before(tier, on_cpu, kwargs):
         return None
-    uses_flex = tier == "flash_attn" or (tier == "flash_sdpa" and device.type == "cuda")
-    if uses_flex and is_scattered and offset.ndim and num_queries >= kernels.FLEX_QUERIES:
+    if is_scattered and _takes_flex(tier, on_cpu, kwargs):
         rule = kwargs.get("mask_function", causal_mask_function)
         positions = offset + torch.arange(num_queries, device=device)
-        if not _is_padded(kwargs.get("attention_mask")):
-            return kernels.scattered_mask(rule, positions, kwargs["kv_length"])
+        return kernels.scattered_mask(rule, positions, kwargs["kv_length"])
     # Transformers also skips the mask for a lone query, or for as many queries as rows: right for
     # appended tokens, wrong for scattered ones.
     may_skip = kwargs.get("allow_is_causal_skip", True) and not (on_cpu or is_scattered)
@@ -131,31 +129,30 @@ def _mask_one(tier: str, **kwargs: Any) -> torch.Tensor | BlockMask | None:
     return mask
 
 
-def _sees_all_before(
-    tier: str,
-    *,
-    on_cpu: bool,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    allow_is_causal_skip: bool = True,
-    local_size: int | None = None,
-    **kwargs: Any,
-) -> bool:
-    """Whether queries are appended and causal, and the tier has a way to do that without a mask."""
-    if q_offset + q_length != kv_length or not allow_is_causal_skip:
+def _sees_all_before(tier: str, on_cpu: bool, asked: dict[str, Any]) -> bool:  # noqa: FBT001
+    """Whether queries are appended and causal, and the tier can do that without a mask."""
+    num_queries, num_keys, offset = asked["q_length"], asked["kv_length"], asked.get("q_offset", 0)
+    if offset + num_queries != num_keys or not asked.get("allow_is_causal_skip", True):
         return False
-    if local_size is not None and kv_length >= local_size:
+    local_size = asked.get("local_size")
+    if local_size is not None and num_keys >= local_size:
         # The package's kernel has windows, not chunks: attention modules tell it their window.
-        window = getattr(kwargs.get("config"), "sliding_window", None)
+        window = getattr(asked.get("config"), "sliding_window", None)
         if tier != "flash_attn" or local_size != window:
             return False
-    is_cheap = q_length == 1 or q_offset == 0 or q_length > FEW_QUERIES
-    if tier == "sdpa":
-        is_cheap = q_length == 1 or q_offset == 0
-    elif tier == "flash_attn" or not on_cpu:
-        is_cheap = True
-    return is_cheap and not _is_padded(kwargs.get("attention_mask"))
+    if num_queries > 1 and offset > 0:
+        is_small = tier == "flash_sdpa" and on_cpu and num_queries <= FEW_QUERIES
+        if tier == "sdpa" or is_small:
+            return False
+    return not _is_padded(asked.get("attention_mask"))
+
+
+def _takes_flex(tier: str, on_cpu: bool, asked: dict[str, Any]) -> bool:  # noqa: FBT001
+    """Whether FlexAttention shall compute queries at these offsets."""
+    has_flex = tier == "flash_attn" or (tier == "flash_sdpa" and not on_cpu)
+    # An offset without a dimension is that of a static cache of Transformers.
+    is_ours = asked["q_offset"].ndim == 1 and asked["q_length"] >= kernels.FLEX_QUERIES
+    return has_flex and is_ours and not _is_padded(asked.get("attention_mask"))
 
 
 def _is_padded(attention_mask: torch.Tensor | None) -> bool:
@@ -180,9 +177,12 @@ def _attention(
         attention = partial(_attention, tier)
         return _attend_packed(attention, module, query, attention_mask, kwargs), None
     _show(module, query, key)
+    theirs: partial[tuple[torch.Tensor, None]] = partial(
+        sdpa_attention_forward, module, query, key, value, attention_mask, **kwargs
+    )
     special = [name for name in ("position_bias", "is_causal") if kwargs.get(name) is not None]
     if special or not getattr(module, "is_causal", True):
-        return _transformers(module, query, key, value, attention_mask, **kwargs)
+        return theirs()
     scale, num_past = kwargs.get("scaling"), key.shape[2] - query.shape[2]
     window = kwargs.get("sliding_window") if tier == "flash_attn" else None
     blocks: Sequence[tuple[int, int, int]] = getattr(attention_mask, "kvboost_blocks", ())
@@ -193,7 +193,7 @@ def _attention(
     elif attention_mask is None and (window or (num_past > 0 and query.shape[2] > 1)):
         output = _appended(query, key, value, scale, window)
     elif query.device.type != "cpu":
-        return _transformers(module, query, key, value, attention_mask, **kwargs)
+        return theirs()
     elif attention_mask is not None and len(blocks) > 1:
         output = _in_blocks(query, key, value, attention_mask, blocks, scale)
     else:
@@ -208,11 +208,6 @@ def _attention(
             enable_gqa=query.shape[1] != key.shape[1],
         )
     return output.transpose(1, 2).contiguous(), None
-
-
-def _transformers(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    result: tuple[torch.Tensor, None] = sdpa_attention_forward(*args, **kwargs)
-    return result
 
 
 def _blocks(positions: torch.Tensor) -> list[tuple[int, int, int]]:
@@ -248,24 +243,16 @@ def _in_blocks(
 
 
 def _appended(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float | None,
-    window: int | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, window: Any
 ) -> torch.Tensor:
     """Causal attention of the last tokens over all rows, without a mask where that is possible."""
     if window is not None or key.shape[-1] != value.shape[-1]:  # no flash kernel: MLA
         rows = torch.arange(key.shape[2], device=key.device)
         own = rows[-query.shape[2] :, None]
-        is_seen = (rows <= own) & (rows > own - (window or len(rows)))
+        mask = _additive((rows <= own) & (rows > own - (window or len(rows))), query.dtype)
+        grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=_additive(is_seen, query.dtype),
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped
         )
     if query.device.type != "cpu":
         return kernels.attend_lower_right(query, key, value, scale)

@@ -254,21 +254,15 @@ class HFModel:
 
     def _choose_attention(self, choices: Sequence[str], native: torch.Tensor) -> None:
         """Switch to the first of our implementations that gives the model's own logits."""
-        *better, last = choices
-        for implementation in better:
-            if self._runs_with(implementation, native):
-                return
-        install.switch(self.model, last)
-        certify.check_sparse_prefill(self.model, self._geometry, native)
-
-    def _runs_with(self, implementation: str, native: torch.Tensor) -> bool:
+        first, *others = choices
         try:
-            install.switch(self.model, implementation)
+            install.switch(self.model, first)
             certify.check_sparse_prefill(self.model, self._geometry, native)
         except Exception as error:  # kernels of others raise what they like
-            log.info("%s: not with %s: %s", self.name, implementation, error)
-            return False
-        return True
+            if not others:
+                raise
+            log.info("%s: not with %s: %s", self.name, first, error)
+            self._choose_attention(others, native)
 
 
 def _fit_tokens_to_rows(

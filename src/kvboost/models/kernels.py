@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
@@ -42,78 +43,51 @@ def why_not(tier: str, device: torch.device, dtype: torch.dtype | None = None) -
     return ""
 
 
-def fits_package(query: torch.Tensor, value: torch.Tensor) -> bool:
+def fits_package(query: Tensor, value: Tensor) -> bool:
     """Whether the flash_attn package takes tensors of this dtype and width."""
     width = query.shape[-1]
     return query.dtype in HALVES and width == value.shape[-1] <= WIDEST_HEAD and width % 8 == 0
 
 
 def attend_package(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float | None,
-    window: int | None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+) -> Tensor:
     """Causal attention of the last tokens over all rows [batch, queries, heads, head_dim]."""
     kernel = _package()
     assert kernel is not None
-    output: torch.Tensor = kernel(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        softmax_scale=scale,
-        causal=True,  # aligned to the last query since 2.1; `window_size` came with 2.3
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-    )
+    inputs = (each.transpose(1, 2) for each in (query, key, value))
+    sizes = (-1, -1) if window is None else (window - 1, 0)
+    # Causal to the last query since 2.1; `window_size` came with 2.3.
+    output: Tensor = kernel(*inputs, softmax_scale=scale, causal=True, window_size=sizes)
     return output
 
 
-def attend_lower_right(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
-) -> torch.Tensor:
+def attend_lower_right(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """Causal attention of the last tokens over all rows by torch; no mask where it has flash."""
+    mask, grouped = causal_lower_right(query.shape[2], key.shape[2]), query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=causal_lower_right(query.shape[2], key.shape[2]),
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped
     )
 
 
-def scattered_mask(
-    mask_function: MaskFunction, positions: torch.Tensor, num_keys: int
-) -> BlockMask:
+def scattered_mask(mask_function: MaskFunction, positions: Tensor, num_keys: int) -> BlockMask:
     """A mask of queries at any positions, as a rule for FlexAttention instead of a tensor."""
 
     def is_seen(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return mask_function(batch, head, positions[query], key)
 
-    return create_block_mask(
-        is_seen,
-        None,
-        None,
-        len(positions),
-        num_keys,
-        device=positions.device,
-        _compile=positions.is_cuda,
-    )
+    place, compiled = positions.device, positions.is_cuda
+    sizes = (None, None, len(positions), num_keys)  # the same for all sequences and heads
+    return create_block_mask(is_seen, *sizes, device=place, _compile=compiled)
 
 
 def attend_scattered(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: BlockMask,
-    scale: float | None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None
+) -> Tensor:
     """Attention under a `scattered_mask`."""
     attend: Any = _compiled_flex() if query.is_cuda else flex_attention
-    output: torch.Tensor = attend(
-        query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
+    grouped = query.shape[1] != key.shape[1]
+    output: Tensor = attend(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped)
     return output
 
 
