@@ -286,7 +286,7 @@ def test_the_flash_attn_package_takes_what_its_kernels_are_built_for(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "deepseek_v3-mla"])
+@pytest.mark.parametrize("name", ["llama", "granite", "mistral-sliding", "deepseek_v3-mla"])
 def test_appended_tokens_reach_the_flash_attn_package_if_it_takes_them(
     package: FlashAttn, name: str, dtype: torch.dtype
 ) -> None:
@@ -344,6 +344,33 @@ def test_flex_attention_is_left_out_for_padding_and_for_static_caches() -> None:
     explicit = make(q_offset=offsets, attention_mask=padding)
     assert torch.equal(explicit[0, 0] == 0, seen(200, 200, None)[positions] & padding)
     assert type(make(q_offset=torch.tensor(20))) is torch.Tensor
+    for tier in ("flash_sdpa", "sdpa"):  # CPUs have no kernel for it
+        assert type(attention._mask_one(tier, q_offset=offsets, **asked)) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("tier", "num_queries", "more", "is_made"),
+    [
+        ("flash_attn", 20, {}, False),
+        ("flash_sdpa", 80, {}, False),
+        ("flash_sdpa", 20, {}, True),  # faster on CPUs
+        ("flash_sdpa", 1, {}, False),
+        ("sdpa", 80, {}, True),
+        ("sdpa", 100, {}, False),
+        ("flash_attn", 20, {"allow_is_causal_skip": False}, True),
+        ("flash_attn", 20, {"local_size": 24, "window": 24}, False),
+        ("flash_attn", 20, {"local_size": 24, "window": None}, True),  # chunks
+        ("flash_attn", 20, {"local_size": 200, "window": None}, False),
+        ("flash_sdpa", 80, {"local_size": 24, "window": 24}, True),
+    ],
+)
+def test_a_mask_is_made_only_where_a_tier_needs_it(
+    tier: str, num_queries: int, more: dict[str, Any], is_made: bool
+) -> None:
+    config = SimpleNamespace(sliding_window=more.pop("window", None))
+    sizes = {"q_length": num_queries, "kv_length": 100, "q_offset": 100 - num_queries}
+    mask = attention._mask_one(tier, batch_size=1, config=config, **sizes, **more)
+    assert (mask is not None) == is_made
 
 
 def test_a_kernel_that_is_wrong_or_fails_is_not_chosen(
