@@ -165,9 +165,11 @@ def test_installing_again_changes_the_tier_and_uninstalling_again_does_nothing()
     assert install_flash_attention(model) == "flash_sdpa"
     assert install_flash_attention(model, "sdpa") == "sdpa"
     assert implementation(model) == attention.IMPLEMENTATIONS["sdpa"]
-    for _ in range(2):
-        uninstall_flash_attention(model)
-        assert implementation(model) == native
+    uninstall_flash_attention(model)
+    assert implementation(model) == native
+    model.set_attn_implementation("eager")
+    uninstall_flash_attention(model)
+    assert implementation(model) == "eager"
 
 
 def test_what_cannot_run_is_refused_with_the_reason(package: FlashAttn) -> None:
@@ -388,3 +390,12 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_chosen(
             assert implementation(model.model) == choices[1]
             with pytest.raises((UnsupportedModel, TypeError, AssertionError)):
                 model._choose_attention(choices[:1], native)
+
+
+def test_an_installed_tier_is_measured_against_the_models_own_attention() -> None:
+    model, ran = build(*SUPPORTED["llama"]), []
+    install_flash_attention(model, "flash_sdpa")
+    installed = implementation(model)
+    model.register_forward_pre_hook(lambda module, args: ran.append(implementation(model)))
+    HFModel(model).release()
+    assert ran[0] == "sdpa" and ran[-1] == installed and {*ran} == {"sdpa", installed}
