@@ -36,6 +36,7 @@ import quantised
 import restart
 import shared
 import soak
+import speculation
 import speed
 import stalls
 import streaming
@@ -54,6 +55,7 @@ QUESTIONS = {
     "codecs": quantised,
     "mixed": mixed,
     "multiturn": multiturn,
+    "speculation": speculation,
     "threads": threads,
     "restart": restart,
     "isolation": isolation,

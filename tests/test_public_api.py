@@ -29,6 +29,10 @@ def test_exported_names_are_pinned_and_resolve() -> None:
         "TextStream",
         "UnsupportedModel",
         "WarmResult",
+        "flash_attention_available",
+        "get_flash_attn_tier",
+        "install_flash_attention",
+        "uninstall_flash_attention",
     ]
     assert all(getattr(kvboost, name).__doc__ for name in kvboost.__all__)
 

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     )
     from kvboost.engine.stream import TextStream
     from kvboost.errors import CacheError, ConfigError, KVBoostError, UnsupportedModel
+    from kvboost.models.install import (
+        flash_attention_available,
+        get_flash_attn_tier,
+        install_flash_attention,
+        uninstall_flash_attention,
+    )
 
 __version__ = "0.1.0"
 
@@ -39,6 +45,10 @@ _HOMES = {
     "ConfigError": "kvboost.errors",
     "KVBoostError": "kvboost.errors",
     "UnsupportedModel": "kvboost.errors",
+    "flash_attention_available": "kvboost.models.install",
+    "get_flash_attn_tier": "kvboost.models.install",
+    "install_flash_attention": "kvboost.models.install",
+    "uninstall_flash_attention": "kvboost.models.install",
 }
 
 __all__ = [
@@ -55,6 +65,10 @@ __all__ = [
     "TextStream",
     "UnsupportedModel",
     "WarmResult",
+    "flash_attention_available",
+    "get_flash_attn_tier",
+    "install_flash_attention",
+    "uninstall_flash_attention",
 ]
 
 

@@ -1,8 +1,9 @@
 """The attention and mask functions that Transformers calls while our cache is in use.
 
 They change two things against Transformers' own: masks honour the positions of scattered queries
-(see `SlotCache.get_query_offset`), and on CPU, where Transformers follows rules made for CUDA,
-neither K/V heads nor the causal mask of appended tokens are written out in memory.
+(see `SlotCache.get_query_offset`), and the causal mask of appended tokens is not written out in
+memory; nor are K/V heads on CPU, where Transformers follows rules made for CUDA. There is one
+implementation for each tier of kernels (`kernels.TIERS`).
 """
 
 from __future__ import annotations
@@ -11,21 +12,30 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
+from kvboost.models import kernels
 from kvboost.models.cascade import attend_appended
 from kvboost.models.packed import MaskOne, PackedMask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SDPA, EAGER = "kvboost_sdpa", "kvboost_eager"
+EAGER = "kvboost_eager"
+# By tier. Transformers takes every name with "flash" in it for one of its own.
+IMPLEMENTATIONS = {
+    "flash_attn": "kvboost_package",
+    "flash_sdpa": "kvboost_sdpa",
+    "sdpa": "kvboost_plain",
+}
 
 # Up to here one kernel with a small mask is faster than two without (measured on AVX-512 and AMX).
 FEW_QUERIES = 64
@@ -50,27 +60,31 @@ def observed_by(observer: Observer) -> Iterator[None]:
         _observer.reset(token)
 
 
-def counterpart(model: PreTrainedModel) -> str:
-    """Our implementation for a model: eager where SDPA would drop its soft-caps or sinks."""
+def needs_eager(model: PreTrainedModel) -> bool:
+    """Whether SDPA and flash kernels would drop its soft-caps or sinks."""
     is_eager = model.config._attn_implementation == "eager"  # noqa: SLF001
-    return EAGER if is_eager or not model._supports_sdpa else SDPA  # noqa: SLF001
+    return is_eager or not model._supports_sdpa  # noqa: SLF001
 
 
 def register() -> None:
-    """Make both implementations known to Transformers. May be called again."""
-    AttentionInterface.register(SDPA, _sdpa_attention)
-    AttentionMaskInterface.register(SDPA, _sdpa_mask)
+    """Make all implementations known to Transformers. May be called again."""
+    for tier, name in IMPLEMENTATIONS.items():
+        attention = _plain_attention if tier == "sdpa" else partial(_attention, tier)
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, partial(_mask, tier))
     AttentionInterface.register(EAGER, _eager_attention)
     AttentionMaskInterface.register(EAGER, _eager_mask)
 
 
-def _sdpa_mask(**kwargs: Any) -> torch.Tensor | PackedMask | None:
+def _mask(tier: str, **kwargs: Any) -> torch.Tensor | BlockMask | PackedMask | None:
     batch = getattr(kwargs.get("q_offset"), "kvboost_batch", None)
+    mask_one = partial(_mask_one, tier)
     if batch is None:
-        return _mask_one(**kwargs)
+        return mask_one(**kwargs)
     on_cpu = torch.device(kwargs.get("device", "cpu")).type == "cpu"
     is_plain = kwargs.get("local_size") is None and kwargs.get("allow_is_causal_skip", True)
-    return PackedMask(batch, _for_one(_mask_one, kwargs), joins=on_cpu and is_plain)
+    joins = on_cpu and is_plain and tier != "sdpa"
+    return PackedMask(batch, _for_one(mask_one, kwargs), joins=joins)
 
 
 def _eager_mask(**kwargs: Any) -> torch.Tensor | PackedMask | None:
@@ -81,82 +95,105 @@ def _eager_mask(**kwargs: Any) -> torch.Tensor | PackedMask | None:
     return PackedMask(batch, _for_one(eager_mask, kwargs), joins=False)
 
 
-def _for_one(make_mask: Callable[..., torch.Tensor | None], kwargs: dict[str, Any]) -> MaskOne:
+def _for_one(make_mask: Callable[..., Any], kwargs: dict[str, Any]) -> MaskOne:
     """`make_mask` for one sequence of a packed row."""
 
-    def mask_one(
-        q_length: int, kv_length: int, q_offset: int | torch.Tensor
-    ) -> torch.Tensor | None:
+    def mask_one(q_length: int, kv_length: int, q_offset: int | torch.Tensor) -> Any:
         sizes = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
         return make_mask(**(kwargs | sizes))
 
     return mask_one
 
 
-def _mask_one(
-    *,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    **kwargs: Any,
-) -> torch.Tensor | None:
+def _mask_one(tier: str, **kwargs: Any) -> torch.Tensor | BlockMask | None:
     """None where every query sees exactly the rows up to its own, the last query all of them."""
-    on_cpu = torch.device(device).type == "cpu"
-    is_scattered = isinstance(q_offset, torch.Tensor)
-    if on_cpu and allow_is_causal_skip and not is_scattered:
-        is_appended = q_offset + q_length == kv_length
-        is_windowed = local_size is not None and kv_length >= local_size
-        is_padded = attention_mask is not None and not bool(attention_mask.all())
-        is_cheap = q_length == 1 or q_offset == 0 or q_length > FEW_QUERIES
-        if is_appended and is_cheap and not is_windowed and not is_padded:
-            return None
-    mask: torch.Tensor | None = sdpa_mask(
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        # Transformers also skips the mask for a lone query, or for as many queries as rows:
-        # right for appended tokens, wrong for scattered ones.
-        allow_is_causal_skip=allow_is_causal_skip and not (on_cpu or is_scattered),
-        device=device,
-        **kwargs,
-    )
+    offset, num_queries = kwargs.get("q_offset", 0), kwargs["q_length"]
+    device = torch.device(kwargs.get("device", "cpu"))
+    on_cpu, is_scattered = device.type == "cpu", isinstance(offset, torch.Tensor)
+    if not is_scattered and _sees_all_before(tier, on_cpu, kwargs):
+        return None
+    if is_scattered and _takes_flex(tier, on_cpu, kwargs):
+        rule = kwargs.get("mask_function", causal_mask_function)
+        positions = offset + torch.arange(num_queries, device=device)
+        return kernels.scattered_mask(rule, positions, kwargs["kv_length"])
+    # Transformers also skips the mask for a lone query, or for as many queries as rows: right for
+    # appended tokens, wrong for scattered ones.
+    may_skip = kwargs.get("allow_is_causal_skip", True) and not (on_cpu or is_scattered)
+    mask: torch.Tensor | None = sdpa_mask(**kwargs | {"allow_is_causal_skip": may_skip})
     if mask is None or not on_cpu:
         return mask
     # The CPU kernel adds a mask of numbers; given booleans it converts them in every layer.
-    mask = _additive(mask, dtype)
-    if isinstance(q_offset, torch.Tensor):
-        mask.kvboost_blocks = _blocks(q_offset + torch.arange(q_length))  # type: ignore[attr-defined]
+    mask = _additive(mask, kwargs.get("dtype", torch.float32))
+    if is_scattered:
+        mask.kvboost_blocks = _blocks(offset + torch.arange(num_queries))  # type: ignore[attr-defined]
     return mask
 
 
-def _sdpa_attention(
+def _sees_all_before(tier: str, on_cpu: bool, asked: dict[str, Any]) -> bool:  # noqa: FBT001
+    """Whether queries are appended and causal, and the tier can do that without a mask."""
+    num_queries, num_keys, offset = asked["q_length"], asked["kv_length"], asked.get("q_offset", 0)
+    if offset + num_queries != num_keys or not asked.get("allow_is_causal_skip", True):
+        return False
+    local_size = asked.get("local_size")
+    if local_size is not None and num_keys >= local_size:
+        # The package's kernel has windows, not chunks: attention modules tell it their window.
+        window = getattr(asked.get("config"), "sliding_window", None)
+        if tier != "flash_attn" or local_size != window:
+            return False
+    if num_queries > 1 and offset > 0:
+        is_small = tier == "flash_sdpa" and on_cpu and num_queries <= FEW_QUERIES
+        if tier == "sdpa" or is_small:
+            return False
+    return not _is_padded(asked.get("attention_mask"))
+
+
+def _takes_flex(tier: str, on_cpu: bool, asked: dict[str, Any]) -> bool:  # noqa: FBT001
+    """Whether FlexAttention shall compute queries at these offsets."""
+    has_flex = tier == "flash_attn" or (tier == "flash_sdpa" and not on_cpu)
+    # An offset without a dimension is that of a static cache of Transformers.
+    is_ours = asked["q_offset"].ndim == 1 and asked["q_length"] >= kernels.FLEX_QUERIES
+    return has_flex and is_ours and not _is_padded(asked.get("attention_mask"))
+
+
+def _is_padded(attention_mask: torch.Tensor | None) -> bool:
+    return attention_mask is not None and not bool(attention_mask.all())
+
+
+def _plain_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    with kernels.without_flash():
+        return _attention("sdpa", *args, **kwargs)
+
+
+def _attention(
+    tier: str,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | PackedMask | None,
+    attention_mask: torch.Tensor | BlockMask | PackedMask | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if isinstance(attention_mask, PackedMask):
-        return _attend_packed(_sdpa_attention, module, query, attention_mask, kwargs), None
+        attention = partial(_attention, tier)
+        return _attend_packed(attention, module, query, attention_mask, kwargs), None
     _show(module, query, key)
+    theirs: partial[tuple[torch.Tensor, None]] = partial(
+        sdpa_attention_forward, module, query, key, value, attention_mask, **kwargs
+    )
     special = [name for name in ("position_bias", "is_causal") if kwargs.get(name) is not None]
-    if query.device.type != "cpu" or special or not getattr(module, "is_causal", True):
-        result: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, **kwargs
-        )
-        return result
+    if special or not getattr(module, "is_causal", True):
+        return theirs()
     scale, num_past = kwargs.get("scaling"), key.shape[2] - query.shape[2]
+    window = kwargs.get("sliding_window") if tier == "flash_attn" else None
     blocks: Sequence[tuple[int, int, int]] = getattr(attention_mask, "kvboost_blocks", ())
-    if attention_mask is None and num_past > 0 and query.shape[2] > 1:
-        output = _appended(query, key, value, scale)
+    if isinstance(attention_mask, BlockMask):
+        output = kernels.attend_scattered(query, key, value, attention_mask, scale)
+    elif tier == "flash_attn" and attention_mask is None and kernels.fits_package(query, value):
+        return kernels.attend_package(query, key, value, scale, window), None
+    elif attention_mask is None and (window or (num_past > 0 and query.shape[2] > 1)):
+        output = _appended(query, key, value, scale, window)
+    elif query.device.type != "cpu":
+        return theirs()
     elif attention_mask is not None and len(blocks) > 1:
         output = _in_blocks(query, key, value, attention_mask, blocks, scale)
     else:
@@ -206,14 +243,19 @@ def _in_blocks(
 
 
 def _appended(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, window: Any
 ) -> torch.Tensor:
     """Causal attention of the last tokens over all rows, without a mask where that is possible."""
-    if key.shape[-1] != value.shape[-1]:  # no flash kernel: MLA
-        rows = torch.arange(key.shape[2])
-        own = torch.arange(key.shape[2] - query.shape[2], key.shape[2])
-        mask = _additive(rows <= own[:, None], query.dtype)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    if window is not None or key.shape[-1] != value.shape[-1]:  # no flash kernel: MLA
+        rows = torch.arange(key.shape[2], device=key.device)
+        own = rows[-query.shape[2] :, None]
+        mask = _additive((rows <= own) & (rows > own - (window or len(rows))), query.dtype)
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped
+        )
+    if query.device.type != "cpu":
+        return kernels.attend_lower_right(query, key, value, scale)
     output, _ = attend_appended(query, key, value, scale)
     return output.to(query.dtype)
 

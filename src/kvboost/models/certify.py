@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NUM_PROBE_TOKENS = 96
+MORE_PROBE_TOKENS = 192  # on GPUs: FlexAttention comes in at 128 queries
 NUM_COMPARED = 8  # of the last tokens, which attend to all others; logits are costly
 NUM_APPENDED = (80, 20, 1)  # attention has a way of its own for many, for few, for one
 # Relative error of a row of logits. fp32 leaves room for another summation order; 16-bit dtypes
@@ -47,7 +48,8 @@ def probe_tokens(model: PreTrainedModel) -> torch.Tensor:
     """Token ids to measure with, the same on every machine."""
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(5, vocabulary - 1, (NUM_PROBE_TOKENS,), generator=generator)
+    count = NUM_PROBE_TOKENS if model.device.type == "cpu" else MORE_PROBE_TOKENS
+    tokens = torch.randint(5, vocabulary - 1, (count,), generator=generator)
     return tokens.to(model.device)
 
 

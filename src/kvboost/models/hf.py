@@ -14,7 +14,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvboost.core import KVGeometry, Rotation
 from kvboost.errors import UnsupportedModel
-from kvboost.models import attention, certify
+from kvboost.models import certify, install
 from kvboost.models.adapters import Adapter, Adapters, unwrapped
 from kvboost.models.fingerprint import fingerprint
 from kvboost.models.packed import Segment, keep_logits, run_packed
@@ -58,11 +58,11 @@ class HFModel:
         """
         model = unwrapped(model)
         self.name = f"{type(model).__name__} ({model.config.model_type})"
-        self._native_attention: str | None = model.config._attn_implementation  # noqa: SLF001
-        if self._native_attention in (attention.SDPA, attention.EAGER):
+        if model in install.in_engines:
             raise UnsupportedModel(f"{self.name}: an engine has it already; close that one first")
         self.adapters = Adapters(model)
         self.adapter = self.adapters.default  # under which every forward runs
+        self._native_attention: str | None = model.config._attn_implementation  # noqa: SLF001
         self._was_training = model.training
         self.model = model.eval()
         self.refusal = ""  # why nothing can be reused
@@ -74,7 +74,7 @@ class HFModel:
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         self._unpack = prepack(model) if prepacked else None
         self._spare: list[SlotCache] = []  # one at most; in common under all adapters
-        attention.register()
+        install.in_engines.add(model)
         try:
             self._certify()
         except Exception as error:  # whatever a foreign model raises when it is run our way
@@ -259,24 +259,20 @@ class HFModel:
         self.adapters.release()
         self.model.train(self._was_training)
         self._spare.clear()
+        install.in_engines.discard(self.model)
 
     @torch.no_grad()
     def _certify(self) -> None:
         started = time.perf_counter()
         model = self.model
+        choices = install.implementations(model)
+        model.set_attn_implementation(install.own_attention(model))
         self._geometry = certify.measure_geometry(model)
         native = certify.run_native(model, self._geometry)
         self._rotations = certify.measure_rotations(model, self._geometry)
         self._position_limit = certify.position_limit(model)
-        wanted = attention.counterpart(model)
-        try:
-            model.set_attn_implementation(wanted)
-        except ValueError as error:
-            raise UnsupportedModel(f"its attention cannot be replaced: {error}") from error
-        if model.config._attn_implementation != wanted:  # noqa: SLF001
-            raise UnsupportedModel("its attention cannot be replaced")
         self._hook = model.register_forward_pre_hook(_fit_tokens_to_rows, with_kwargs=True)
-        certify.check_sparse_prefill(model, self._geometry, native)
+        self._choose_attention(choices, native)
         self.packs = certify.packs(model, self._geometry, native)
         self._fingerprint = fingerprint(model, self._geometry)
         if self._rotations.refusal:
@@ -292,6 +288,18 @@ class HFModel:
         if fingerprint(self.model, self._geometry) != self._fingerprint:
             self.adapters.defect = "an adapter has changed the base model's weights: load it anew"
             raise UnsupportedModel(self.adapters.defect)
+
+    def _choose_attention(self, choices: Sequence[str], native: certify.Native) -> None:
+        """Switch to the first of our implementations that gives the model's own logits."""
+        first, *others = choices
+        try:
+            install.switch(self.model, first)
+            certify.check_sparse_prefill(self.model, self._geometry, native)
+        except Exception as error:  # kernels of others raise what they like
+            if not others:
+                raise
+            log.info("%s: not with %s: %s", self.name, first, error)
+            self._choose_attention(others, native)
 
 
 def _fit_tokens_to_rows(

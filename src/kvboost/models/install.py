@@ -1,0 +1,112 @@
+"""Which attention a model runs with: chosen by capability, switched to, and given back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+from kvboost.errors import ConfigError, UnsupportedModel
+from kvboost.models import attention, kernels
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# The attention that models had before `install_flash_attention`.
+_native: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
+in_engines: WeakSet[PreTrainedModel] = WeakSet()
+
+
+def get_flash_attn_tier(device: str | torch.device | None = None) -> str:
+    """The best attention tier of a device: "flash_attn", "flash_sdpa" or "sdpa".
+
+    Without a device that of the GPU if there is one, else of the CPU.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device)
+    return next(tier for tier in kernels.TIERS if not kernels.why_not(tier, place))
+
+
+def flash_attention_available(device: str | torch.device | None = None) -> bool:
+    """Whether the best tier of a device has flash kernels."""
+    return get_flash_attn_tier(device) != "sdpa"
+
+
+def install_flash_attention(model: PreTrainedModel, tier: str | None = None) -> str:
+    """Run a Transformers model with our attention; returns the tier, by default the best one.
+
+    For inference, without an engine; an engine that gets the model later keeps the tier. May be
+    called again with another tier.
+
+    Raises:
+        ConfigError: the tier does not exist, or cannot run here; the message says why.
+        UnsupportedModel: the model's attention cannot be replaced.
+    """
+    _refuse_engines(model)
+    if tier is not None and tier not in kernels.TIERS:
+        raise ConfigError(f"tier={tier!r}: expected one of {', '.join(kernels.TIERS)}")
+    if attention.needs_eager(model):
+        raise ConfigError("its attention is eager: flash kernels would drop soft-caps and sinks")
+    for chosen in kernels.TIERS if tier is None else (tier,):
+        reason = _why_not(chosen, model)
+        if not reason:
+            break
+    else:
+        raise ConfigError(f"tier={chosen!r} cannot run here: {reason}")
+    native = model.config._attn_implementation  # noqa: SLF001
+    switch(model, attention.IMPLEMENTATIONS[chosen])
+    _native.setdefault(model, native)
+    return chosen
+
+
+def uninstall_flash_attention(model: PreTrainedModel) -> None:
+    """Give a model its own attention back; does nothing if it has it."""
+    _refuse_engines(model)
+    native = _native.pop(model, None)
+    if native is not None:
+        model.set_attn_implementation(native)
+
+
+def own_attention(model: PreTrainedModel) -> str | None:
+    """The attention that a model came with."""
+    current: str | None = model.config._attn_implementation  # noqa: SLF001
+    return _native.get(model, current)
+
+
+def implementations(model: PreTrainedModel) -> list[str]:
+    """The implementations that an engine may run a model with, best first."""
+    current = model.config._attn_implementation  # noqa: SLF001
+    if current in attention.IMPLEMENTATIONS.values():  # installed, not left to us
+        return [current]
+    if attention.needs_eager(model):
+        return [attention.EAGER]
+    tiers = [tier for tier in kernels.TIERS if not _why_not(tier, model)]
+    return [attention.IMPLEMENTATIONS[tier] for tier in tiers]
+
+
+def switch(model: PreTrainedModel, implementation: str) -> None:
+    """Let a model run with one of our implementations.
+
+    Raises:
+        UnsupportedModel: its attention cannot be replaced.
+    """
+    attention.register()
+    try:
+        model.set_attn_implementation(implementation)
+    except ValueError as error:
+        raise UnsupportedModel(f"its attention cannot be replaced: {error}") from error
+    if model.config._attn_implementation != implementation:  # noqa: SLF001
+        raise UnsupportedModel("its attention cannot be replaced")
+
+
+def _refuse_engines(model: PreTrainedModel) -> None:
+    if model in in_engines:
+        raise ConfigError("an engine has the model: close it first")
+
+
+def _why_not(tier: str, model: PreTrainedModel) -> str:
+    if tier == "flash_attn" and not model._supports_flash_attn:  # noqa: SLF001
+        return "the model does not support it"
+    return kernels.why_not(tier, model.device, model.dtype)
