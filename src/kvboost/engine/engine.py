@@ -102,7 +102,7 @@ class KVBoost:
 
     @classmethod
     def from_pretrained(cls, model: str, *, device: str | None = None, **arguments: Any) -> Self:
-        """Load a model and its tokenizer by name or folder.
+        """Load a model and its tokenizer by name, folder or GGUF file.
 
         `arguments` are our options and those of Transformers' `from_pretrained` (dtype, revision,
         gguf_file, quantization_config ...).

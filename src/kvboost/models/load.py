@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvboost.models import gguf
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -48,11 +50,16 @@ MODEL_ONLY = (
 def load(
     name: str, device: str | torch.device | None, arguments: dict[str, Any]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load both; the model goes to `device`, or else to a GPU if there is one."""
-    tokenizer = AutoTokenizer.from_pretrained(
-        name, **{key: value for key, value in arguments.items() if key in SHARED}
-    )
+    """Load both; the model goes to `device`, or else to a GPU if there is one.
+
+    `name` may be the path of a GGUF file.
+    """
+    name, arguments = gguf.split_path(name, arguments)
+    shared = {key: value for key, value in arguments.items() if key in SHARED}
+    tokenizer = AutoTokenizer.from_pretrained(name, **shared)
     model = AutoModelForCausalLM.from_pretrained(name, **arguments)
+    if arguments.get("gguf_file"):
+        gguf.follow(name, shared, model, tokenizer)
     target = device or ("cuda" if torch.cuda.is_available() else None)
     if target is not None and "device_map" not in arguments:
         model = model.to(target)

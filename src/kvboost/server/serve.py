@@ -171,8 +171,9 @@ def _load(options: ServerOptions, engine_options: Options) -> tuple[KVBoost, Ser
         from kvboost.engine.engine import KVBoost  # noqa: PLC0415  (loads torch)
         from kvboost.models.load import limits, load  # noqa: PLC0415
 
+        arguments = {"dtype": options.dtype, "gguf_file": options.gguf_file}
         try:
-            model, tokenizer = load(options.model, options.device, {"dtype": options.dtype})
+            model, tokenizer = load(options.model, options.device, arguments)
         except (ValueError, AssertionError) as error:  # something is missing, CUDA for one
             raise ConfigError(f"model {options.model}: {error}") from error
     with _told("certifying"):
