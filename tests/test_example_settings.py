@@ -106,7 +106,7 @@ def test_the_table_leaves_out_the_first_prompt_and_counts_texts() -> None:
 
 
 def test_a_difference_is_shown_and_marks_in_a_text_are_not_taken_for_colours() -> None:
-    shown = Console(file=io.StringIO(), width=90)
+    shown = Console(file=io.StringIO(), width=90, force_terminal=True, color_system=None)
     engine = FakeEngine()
     asking = trial(engine, shown)
     asking.ask("list[int] or [/int]?", engine.generate)
