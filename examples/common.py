@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -101,13 +102,14 @@ class Trial:
             yield from scripted
             return
         self.say("Your turn; an empty line ends it.", "dim")
-        while line := self._console.input("> ").strip():
-            yield line
+        with suppress(EOFError):  # Ctrl+D
+            while line := self._console.input("> ").strip():
+                yield line
 
 
 def table(trials: Mapping[str, Trial], title: str) -> Table:
     """Medians of each example, without its first prompt, which had nothing to find."""
-    note = "TTFT: time to the first token, reuse off and on; medians without each first prompt"
+    note = "TTFT: time to the first token; medians, without each first prompt"
     made = Table(title=title, caption=note, box=box.SIMPLE_HEAD)
     made.add_column("example")
     for heading in ("asked", "tokens", "reused", "TTFT off", "TTFT on", "speed-up", "same text"):

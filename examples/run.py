@@ -46,10 +46,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def listed() -> str:
+    return "\n".join(f"{name:<10} {about}" for name, about in EXAMPLES.items())
+
+
 def main() -> None:
     options = parse()
     if options.list:
-        print("\n".join(f"{name:<10} {about}" for name, about in EXAMPLES.items()))
+        print(listed())
         return
     try:
         from rich.console import Console  # noqa: PLC0415

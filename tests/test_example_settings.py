@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import make_pictures
 from examples import common, run
 from kvboost import GenerationResult
 
@@ -50,6 +51,11 @@ def test_the_list_has_every_example_with_a_line() -> None:
     files = {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__", "common", "run"}
     assert {line.split()[0] for line in lines} == files == set(run.EXAMPLES)
     assert len(lines) == 5 and all(len(line.split()) > 4 for line in lines)
+
+
+def test_the_picture_in_the_docs_is_what_the_list_shows() -> None:
+    kept = (make_pictures.PICTURES / "examples-list.svg").read_text()
+    assert kept == make_pictures.list_svg()
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
@@ -109,19 +115,30 @@ def test_a_difference_is_shown_and_marks_in_a_text_are_not_taken_for_colours() -
     shown = Console(file=io.StringIO(), width=90, force_terminal=True, color_system=None)
     engine = FakeEngine()
     asking = trial(engine, shown)
-    asking.ask("list[int] or [/int]?", engine.generate)
+    asking.ask("list[int] or [/b]?", engine.generate)
     text = shown.file.getvalue()
-    assert "list[int] or [/int]?" in text and "without reuse: off" in text
+    assert "list[int] or [/b]?" in text and "without reuse: off" in text
     assert "40 of 50 tokens reused, first token after 2 ms instead of 100 ms" in text
 
 
 def test_scripted_questions_are_asked_where_nobody_types() -> None:
-    assert list(trial(FakeEngine()).questions(["one", "two"])) == ["one", "two"]
+    for is_terminal in (True, False):  # of what is shown; nothing is typed in a test
+        shown = Console(file=io.StringIO(), force_terminal=is_terminal)
+        assert list(trial(FakeEngine(), shown).questions(["one", "two"])) == ["one", "two"]
 
 
-def test_what_is_typed_is_asked_until_an_empty_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = iter(["first", "second", ""])
+@pytest.mark.parametrize("end", ["", None])
+def test_what_is_typed_is_asked_until_an_empty_line_or_the_end(
+    monkeypatch: pytest.MonkeyPatch, end: str | None
+) -> None:
+    lines = iter(["first", " second ", end])
+
+    def read(_: str) -> str:
+        if (line := next(lines)) is None:
+            raise EOFError
+        return line
+
     shown = Console(file=io.StringIO(), force_terminal=True)
-    monkeypatch.setattr(shown, "input", lambda _: next(lines))
+    monkeypatch.setattr(shown, "input", read)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     assert list(trial(FakeEngine(), shown).questions(["one"])) == ["first", "second"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from gguf import GGMLQuantizationType
@@ -18,6 +19,7 @@ from kvboost.config import Options
 from kvboost.errors import ConfigError
 from kvboost.server.options import ServerOptions
 from kvboost.server.serve import _load
+from servers import kvboost_server
 from tiny_gguf import BOS, END, END_OF_TURN, write_gguf
 
 pytestmark = pytest.mark.tiny
@@ -148,6 +150,17 @@ def test_explain_reads_a_file(file: Path, capsys: pytest.CaptureFixture[str]) ->
     for model in (["--model", str(file)], ["--model", str(file.parent), "--gguf-file", file.name]):
         assert cli.main([*command, *model]) == 0
         assert json.loads(capsys.readouterr().out)["spans"][0]["kind"] == "exact"
+
+
+@pytest.mark.servers
+def test_the_command_serves_a_file(file: Path) -> None:
+    with kvboost_server(str(file), file.parent / "log") as server:
+        body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4}
+        url = f"{server.url}/v1/chat/completions"
+        reply = [httpx.post(url, json=body, timeout=60).json() for _ in range(2)][-1]
+    assert reply["usage"]["prompt_tokens"] == len("[user][assistant]") + 1 + len(
+        MESSAGES[0]["content"])  # fmt: skip
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
 
 
 def test_a_server_loads_a_file_and_names_it(file: Path) -> None:
