@@ -45,6 +45,13 @@ def test_a_file_is_loaded_by_its_path_or_from_its_folder(file: Path) -> None:
         assert by_path.chat(MESSAGES, 8).token_ids == by_name.chat(MESSAGES, 8).token_ids
 
 
+def test_a_folder_may_be_named_like_a_file(tmp_path: Path) -> None:
+    (tmp_path / "folder.gguf").mkdir()
+    file = write_gguf(tmp_path / "folder.gguf" / "tiny.gguf")
+    with KVBoost.from_pretrained(str(file.parent), gguf_file=file.name) as engine:
+        assert engine.chat(MESSAGES, 1).token_ids
+
+
 def test_a_file_of_the_same_name_in_the_working_folder_is_not_taken(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,17 +101,18 @@ def test_a_text_begins_with_bos_where_the_file_says_so(
     with KVBoost.from_pretrained(str(write_gguf(tmp_path / "a.gguf", **more))) as engine:
         tokens = engine.tokenizer("one").input_ids
         assert (engine.tokenizer.convert_ids_to_tokens(tokens[0]) == BOS) is bool(adds_bos)
+        assert engine.tokenizer.add_bos_token is bool(adds_bos)
         assert engine.chat([{"role": "user", "content": "a"}], 1).prompt_tokens == len(
             "[user]a[assistant]") + 1  # fmt: skip
 
 
 def test_an_answer_also_ends_at_the_end_of_a_turn(tmp_path: Path) -> None:
     ends = []
-    for more in ({}, {"add_eot_token_id": 265}):
+    for more in ({}, {"add_eot_token_id": 264}, {"add_eot_token_id": 265}):
         with KVBoost.from_pretrained(str(write_gguf(tmp_path / "a.gguf", **more))) as engine:
-            ids = sorted(engine._parts.model.end_tokens)
+            ids = engine._parts.model.model.generation_config.eos_token_id
             ends.append(engine.tokenizer.convert_ids_to_tokens(ids))
-    assert ends == [[END], [END, END_OF_TURN]]
+    assert ends == [END, END, [END, END_OF_TURN]]
 
 
 def test_the_fingerprint_is_of_the_weights_and_not_of_the_files_name(
