@@ -111,8 +111,8 @@ def table(trials: Mapping[str, Trial], title: str) -> Table:
     """Medians of each example, without its first prompt, which had nothing to find."""
     note = "TTFT: time to the first token; medians, without each first prompt"
     made = Table(title=title, caption=note, box=box.SIMPLE_HEAD)
-    made.add_column("example")
-    for heading in ("asked", "tokens", "reused", "TTFT off", "TTFT on", "speed-up", "same text"):
+    made.add_column("example", no_wrap=True)
+    for heading in ("asked", "tokens", "reused", "TTFT off", "TTFT on", "faster", "same text"):
         made.add_column(heading, justify="right", no_wrap=True)
     for name, trial in trials.items():
         rows = trial.rows[1:] or trial.rows

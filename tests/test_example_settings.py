@@ -103,10 +103,10 @@ def test_the_table_leaves_out_the_first_prompt_and_counts_texts() -> None:
     for _ in range(4):
         asking.ask("a question", engine.generate)
     console = Console(file=io.StringIO(), width=80)
-    console.print(common.table({"it": asking, "none": trial(engine)}, "title"))
+    console.print(common.table({"multiturn": asking, "none": trial(engine)}, "title"))
     rows = [line.split() for line in console.file.getvalue().splitlines()]
     # With reuse they took 2 (left out), 3, 6 and 7 ms.
-    row = ["it", "3", "50", "80%", "100", "ms", "6", "ms", "16.7x", "0", "of", "3"]
+    row = ["multiturn", "3", "50", "80%", "100", "ms", "6", "ms", "16.7x", "0", "of", "3"]
     assert row in rows
     assert not any(each[:1] == ["none"] for each in rows)
 

@@ -14,7 +14,7 @@ from examples.run import EXAMPLES
 pytestmark = pytest.mark.model
 
 RUN = Path(__file__).parents[2] / "examples" / "run.py"
-FEW = {"KVBOOST_MAX_NEW_TOKENS": "8", "KVBOOST_DTYPE": "float32", "COLUMNS": "100"}
+FEW = {"KVBOOST_MAX_NEW_TOKENS": "8", "KVBOOST_DTYPE": "float32", "COLUMNS": "80"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
