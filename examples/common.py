@@ -112,7 +112,7 @@ def table(trials: Mapping[str, Trial], title: str) -> Table:
     note = "TTFT: time to the first token; medians, without each first prompt"
     made = Table(title=title, caption=note, box=box.SIMPLE_HEAD)
     made.add_column("example", no_wrap=True)
-    for heading in ("asked", "tokens", "reused", "TTFT off", "TTFT on", "faster", "same text"):
+    for heading in ("asked", "tokens", "reused", "TTFT off", "TTFT on", "faster", "same"):
         made.add_column(heading, justify="right", no_wrap=True)
     for name, trial in trials.items():
         rows = trial.rows[1:] or trial.rows

@@ -38,4 +38,4 @@ def run(engine: KVBoost, trial: Trial) -> None:
     for text in TEXTS:
         prompt = f"Each message is praise, a question or a complaint.\n\n{shots}\n\n"
         prompt += f"Message: {text}\nKind:"
-        trial.ask(text, partial(engine.generate, prompt, 4, stop_strings=["\n"]))
+        trial.ask(text, partial(engine.generate, prompt, 1))  # its first token tells the kind

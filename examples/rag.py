@@ -41,7 +41,7 @@ def run(engine: KVBoost, trial: Trial) -> None:
     for names, question in ASKED:
         texts = [DOCUMENTS[name] for name in names]
         listed = "\n\n".join(texts)
-        prompt = f"Answer from the documents.\n\n{listed}\n\nQuestion: {question}\nAnswer:"
-        more = {"documents": texts, "stop_strings": ["\n"]}
-        call = partial(engine.generate, prompt, trial.max_new_tokens, **more)
+        content = f"Answer from the documents.\n\n{listed}\n\nQuestion: {question}"
+        messages = [{"role": "user", "content": content}]
+        call = partial(engine.chat, messages, trial.max_new_tokens, documents=texts)
         trial.ask(question, call, reuse="auto")
