@@ -25,6 +25,10 @@ lint:
 models:
     {{python}} scripts/get_model.py
 
+# The five examples on the small model, e.g. `just examples --example rag`
+examples *arguments:
+    {{python}} examples/run.py {{arguments}}
+
 # Unit tests: seconds
 test:
     {{python}} -m pytest -q -m 'not tiny and not model and not servers'

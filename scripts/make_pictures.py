@@ -1,9 +1,14 @@
-"""Draw the pictures of the docs that show the terminal; the figures in them are made up."""
+"""Draw the pictures of the docs that show the terminal; the figures in them are made up.
+
+With --examples MODEL, also the table of the examples: it is measured, which takes minutes.
+"""
 
 from __future__ import annotations
 
 import argparse
 import io
+import os
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -15,7 +20,8 @@ from rich.text import Text
 from kvboost.cli.screen import draw
 from kvboost.server.options import add_flags
 
-PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+ROOT = Path(__file__).parents[1]
+PICTURES = ROOT / "docs" / "pictures"
 NOON = time.mktime((2025, 1, 15, 12, 0, 0, 0, 0, -1))  # of wherever this runs
 
 DISK = {
@@ -104,16 +110,43 @@ def start_svg() -> str:
     return _drawn(Text(STARTING), "serve")
 
 
-def _drawn(what: Any, command: str, width: int = 80) -> str:
+def list_svg() -> str:
+    """`examples/run.py --list` as a picture."""
+    from examples.run import listed  # noqa: PLC0415
+
+    return _drawn(Text(listed()), "examples/run.py --list", program="python")
+
+
+def examples_svg(model: str) -> str:
+    """The table of all examples as a picture, measured here and now."""
+    from examples import common, run  # noqa: PLC0415
+
+    settings = common.read_settings(ROOT / "examples" / ".env", os.environ, model)
+    table = run.run(list(run.EXAMPLES), settings, Console(stderr=True), is_demo=True)
+    return _drawn(table, "examples/run.py", program="python")
+
+
+def _drawn(what: Any, command: str, width: int = 80, program: str = "kvboost") -> str:
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
     console.print(what)
-    name = command.replace(" ", "").replace("--", "-")
-    return console.export_svg(title=f"kvboost {command}", unique_id=f"kvboost-{name}")
+    name = command.replace(" ", "").replace("--", "-").replace("/", "-").replace(".", "-")
+    return console.export_svg(title=f"{program} {command}", unique_id=f"kvboost-{name}")
 
 
-DRAWN = {"top.svg": top_svg, "serve-help.svg": help_svg, "serve-start.svg": start_svg}
+DRAWN = {
+    "top.svg": top_svg,
+    "serve-help.svg": help_svg,
+    "serve-start.svg": start_svg,
+    "examples-list.svg": list_svg,
+}
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--examples", metavar="MODEL", help="measure the examples on this model")
+    chosen = parser.parse_args().examples
     PICTURES.mkdir(exist_ok=True)
     for name, draw_it in DRAWN.items():
         (PICTURES / name).write_text(draw_it())
+    if chosen:
+        (PICTURES / "examples.svg").write_text(examples_svg(chosen))

@@ -36,7 +36,8 @@ def add_parser(commands: Commands) -> None:
     )
     explain.set_defaults(run=_explain)
     explain.add_argument("prompt", help="file with the prompt; - for standard input")
-    explain.add_argument("--model", required=True, help="name or folder of the model")
+    explain.add_argument("--model", required=True, help="name, folder or GGUF file of the model")
+    explain.add_argument("--gguf-file", help="GGUF file in the folder or repository of --model")
     explain.add_argument(
         "--seen", action="append", default=[], help="file with an earlier prompt; may be repeated"
     )
@@ -62,7 +63,10 @@ def _explain(options: argparse.Namespace) -> int:
     seen = [_read(name) for name in options.seen]
     documents = [_read(name) for name in options.document]
     with KVBoost.from_pretrained(
-        options.model, reuse=options.reuse, chunk_size=options.chunk_size
+        options.model,
+        gguf_file=options.gguf_file,
+        reuse=options.reuse,
+        chunk_size=options.chunk_size,
     ) as engine:
         if documents:
             engine.warm(documents)

@@ -110,7 +110,7 @@ class KVBoost:
         max_weight_bytes: int | None = None,
         **arguments: Any,
     ) -> Self:
-        """Load a model and its tokenizer by name or folder, and adapters by theirs.
+        """Load a model and its tokenizer by name, folder or GGUF file, and adapters.
 
         With `max_weight_bytes` a model runs that does not fit: at most that much of its weights is
         in memory at a time. `arguments` are our options and those of Transformers'

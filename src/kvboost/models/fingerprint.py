@@ -42,6 +42,10 @@ def fingerprint(model: torch.nn.Module, geometry: KVGeometry) -> bytes:
         for name, value in config.get_text_config().to_dict().items()
         if name not in COSMETIC and not name.startswith("_")
     }
+    if "quantization_config" in settings:  # the weights of a GGUF file count, not where it lies
+        quantization = dict(settings["quantization_config"])
+        quantization.pop("gguf_file", None)
+        settings["quantization_config"] = quantization
     digest = sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     digest.update(repr(geometry).encode())
     weights = streamed(model)

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvboost.errors import ConfigError
+from kvboost.models import gguf
 from kvboost.weights.awq import use_own_awq
 from kvboost.weights.stream import stream_weights
 
@@ -58,18 +59,23 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load both; the model goes to `device`, or else to a GPU if there is one.
 
-    With `max_weight_bytes` only that much of its weights is there at a time.
+    `name` may be the path of a GGUF file. With `max_weight_bytes` only that much of the weights is
+    there at a time.
     """
     if max_weight_bytes is not None and "device_map" in arguments:
         raise ConfigError("max_weight_bytes and device_map both say where weights are: give one")
+    name, arguments = gguf.split_path(name, arguments)
     shared = {key: value for key, value in arguments.items() if key in SHARED}
     tokenizer = AutoTokenizer.from_pretrained(name, **shared)
-    if "config" not in arguments and (max_weight_bytes is not None or not find_spec("gptqmodel")):
+    is_given = "config" in arguments or arguments.get("gguf_file")
+    if not is_given and (max_weight_bytes is not None or not find_spec("gptqmodel")):
         # Transformers' own way to AWQ rearranges the weights, and wants that package.
         config = AutoConfig.from_pretrained(name, **shared)
         if use_own_awq(config):
             arguments = arguments | {"config": config}
     model = AutoModelForCausalLM.from_pretrained(name, **arguments)
+    if arguments.get("gguf_file"):
+        gguf.follow(name, shared, model, tokenizer)
     target = device or ("cuda" if torch.cuda.is_available() else None)
     if max_weight_bytes is not None:
         stream_weights(model, max_weight_bytes, target or "cpu")

@@ -36,7 +36,10 @@ POWERS = {None: 0, "K": 1, "M": 2, "G": 3, "T": 4}
 class ServerOptions:
     """What `kvboost serve` takes besides the engine's options."""
 
-    model: str = field(default="", metadata=about("name or folder of the model"))
+    model: str = field(default="", metadata=about("name, folder or GGUF file of the model"))
+    gguf_file: str | None = field(
+        default=None, metadata=about("GGUF file in the folder or repository of --model")
+    )
     served_model_name: str | None = field(
         default=None, metadata=about("its name for clients; None: the last part of --model")
     )
@@ -123,7 +126,8 @@ class ServerOptions:
     @property
     def model_name(self) -> str:
         """The model's name for clients."""
-        return self.served_model_name or self.model.rstrip("/").rpartition("/")[2] or self.model
+        last = self.model.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+        return self.served_model_name or last or self.model
 
     @property
     def adapters(self) -> dict[str, str]:

@@ -171,9 +171,10 @@ def _load(options: ServerOptions, engine_options: Options) -> tuple[KVBoost, Ser
         from kvboost.engine.engine import KVBoost  # noqa: PLC0415  (loads torch)
         from kvboost.models.load import limits, load  # noqa: PLC0415
 
+        arguments = {"dtype": options.dtype, "gguf_file": options.gguf_file}
         try:
-            arguments, budget = {"dtype": options.dtype}, options.max_weight_bytes
-            model, tokenizer = load(options.model, options.device, arguments, budget)
+            budget_bytes = options.max_weight_bytes
+            model, tokenizer = load(options.model, options.device, arguments, budget_bytes)
         except (ValueError, AssertionError) as error:  # something is missing, CUDA for one
             raise ConfigError(f"model {options.model}: {error}") from error
     with _told("certifying"):

@@ -1,0 +1,1 @@
+"""Five examples, each one idea; `python examples/run.py --list` shows them."""
