@@ -9,7 +9,7 @@ SRC = Path(__file__).parents[1] / "src" / "kvboost"
 MAX_FILE_LINES = 400
 # docs/adr/0024-size-in-three-parts.md
 PARTS = {"server": "application", "cli": "application", "weights": "weights"}
-MAX_LINES = {"library": 8_400, "application": 3_600, "weights": 800}
+MAX_LINES = {"library": 8_700, "application": 3_600, "weights": 800}
 
 
 def code_lines(path: Path) -> int:
