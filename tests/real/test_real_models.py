@@ -8,9 +8,9 @@ from pydoc_data.topics import topics
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
-from kvboost import KVBoost
+from kvboost import KVBoost, install_flash_attention, uninstall_flash_attention
 from kvboost.core import Span
 from kvboost.engine.prefill import Terms, complete, prefill
 
@@ -109,12 +109,22 @@ def test_stop_strings_and_streams_on_real_text(engine: KVBoost) -> None:
     assert "".join(engine.stream(prompt, 24)) == whole
 
 
-def test_prompt_lookup_speculation_keeps_the_text(engine: KVBoost) -> None:
-    prompt = TEXT[:1500]
-    engine.warm(prompt)
-    fast = engine.generate(prompt, 32, prompt_lookup_num_tokens=4)
-    assert fast.cached_tokens > 0
-    assert fast.output_text == engine.generate(prompt, 32, reuse="off").output_text
+@torch.no_grad()
+def test_attention_tiers_give_the_models_own_logits(smol: str, engine: KVBoost) -> None:
+    model = AutoModelForCausalLM.from_pretrained(smol, dtype=torch.float32)
+    tokens = torch.tensor([engine.tokenizer(TEXT).input_ids[:400]])
+
+    def logits() -> torch.Tensor:
+        cache = DynamicCache()
+        parts = [tokens[:, :250], tokens[:, 250:380], tokens[:, 380:]]
+        return torch.cat([model(part, past_key_values=cache).logits[0] for part in parts])
+
+    native = logits()
+    for tier in ("flash_sdpa", "sdpa"):
+        install_flash_attention(model, tier)
+        assert torch.allclose(logits(), native, atol=1e-3)
+    uninstall_flash_attention(model)
+    assert torch.equal(logits(), native)
 
 
 def test_the_built_in_check_hits_and_holds(engine: KVBoost) -> None:
