@@ -20,6 +20,7 @@ from kvboost.weights import pages
 from kvboost.weights.awq import AWQLinear
 from kvboost.weights.copies import DeviceCopies
 from kvboost.weights.stream import StreamedWeights, stream_weights, streamed
+from loras import save_adapter
 from tiny_models import build, save
 
 pytestmark = pytest.mark.tiny
@@ -138,6 +139,21 @@ def test_an_engine_answers_and_reuses_as_without_streaming(tmp_path: Path) -> No
     assert [each.token_ids for each in results] == answers
     assert [each.token_ids for each in batch] == answers[:2]
     assert [each.cached_tokens for each in results] == [0, 50, 299]
+
+
+def test_adapters_work_on_streamed_weights(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model")
+    base = build("llama", WIDE | {"eos_token_id": 999})
+    base.save_pretrained(folder)
+    adapters = {"first": save_adapter(base, tmp_path / "first", seed=1)}
+    with KVBoost.from_pretrained(folder, adapters=adapters) as whole:
+        wanted = [whole.generate(words(50), 8, adapter=name).token_ids for name in ("", "first")]
+    with KVBoost.from_pretrained(folder, adapters=adapters, max_weight_bytes=6 * MB) as engine:
+        for _ in range(2):
+            given = [engine.generate(words(50), 8, adapter=name) for name in ("", "first")]
+            assert [each.token_ids for each in given] == wanted
+    assert [each.cached_tokens for each in given] == [49, 49]
+    assert wanted[0] != wanted[1]
 
 
 def test_weights_that_are_not_in_files_count_as_resident(tmp_path: Path) -> None:
