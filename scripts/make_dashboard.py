@@ -303,7 +303,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "bytes",
         ),
     ],
-    "Tenants": [
+    "Tenants and adapters": [
         series(
             "Requests",
             [(f"topk(10, {per_second('kvboost_tenant_requests_total', 'tenant')})", "{{tenant}}")],
@@ -332,6 +332,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "Memory",
             [("topk(10, sum by (tenant)(kvboost_tenant_memory_bytes@))", "{{tenant}}")],
             "bytes",
+        ),
+        series(
+            "Prompt tokens by adapter",
+            [(per_second("kvboost_adapter_prompt_tokens_total", "adapter"), "{{adapter}}")],
         ),
     ],
 }
