@@ -106,7 +106,7 @@ def assert_lookup_keeps_the_text(
                 warm = engine.generate(prompt, num_new, **arguments)
             assert warm.token_ids == wanted and warm.cached_tokens == len(prompt) - 1
             num_forwards, num_tokens = num_forwards + len(sizes), num_tokens + len(wanted)
-    assert num_forwards < 0.8 * num_tokens
+    assert num_forwards < 0.9 * num_tokens  # guesses were kept
 
 
 def test_prompt_lookup_gives_the_greedy_text_cold_and_warm(engine: KVBoost, bare: Bare) -> None:
