@@ -117,21 +117,25 @@ def test_what_bringing_raises_reaches_the_user_and_is_tried_again() -> None:
             assert brought == "a"
 
 
-def test_a_piece_that_failed_ahead_of_time_fails_only_its_user() -> None:
-    with window_of(dict.fromkeys("ab", 1), 2) as (window, shelf, pieces):
-        for name in "ab":
+def test_a_piece_that_failed_ahead_of_time_is_tried_again_when_it_is_needed() -> None:
+    with window_of(dict.fromkeys("abc", 1), 2) as (window, shelf, pieces):
+        for name in "abc":
             with window.use(pieces[name]):
                 pass
-        until(lambda: sorted(shelf.out) == ["a", "b"])
-    with window_of(dict.fromkeys("ab", 1), 1) as (window, shelf, pieces):
-        for name in "ab":
-            with window.use(pieces[name]):
-                pass
-        shelf.broken = {"a"}
-        with pytest.raises(OSError, match="no a"), window.use(pieces["a"]):
+        shelf.broken = {"b"}
+        with window.use(pieces["a"]):
+            until(lambda: pieces["b"].error is not None)
+        shelf.broken = set()
+        for name in "bc":
+            with window.use(pieces[name]) as brought:
+                assert brought == name
+
+
+def test_nobody_waits_for_a_closed_window() -> None:
+    with window_of({"a": 1}, 1) as (window, _, pieces):
+        window.close()
+        with pytest.raises(RuntimeError, match="streamed no more"), window.use(pieces["a"]):
             pass
-        with window.use(pieces["b"]) as brought:
-            assert brought == "b"
 
 
 def test_closing_drops_everything_and_ends_the_thread() -> None:

@@ -55,17 +55,17 @@ class Window(Generic[S, B]):
         with self._changed:
             if self._last is not None:
                 self._last.next = piece
-            self._last = piece
+            self._last, piece.error = piece, None
             piece.num_users += 1
             self.num_uses += 1
             self.num_waits += piece.brought is None
             self._changed.notify_all()
-            self._changed.wait_for(lambda: piece.brought is not None or piece.error is not None)
+            self._changed.wait_for(
+                lambda: piece.brought is not None or piece.error or self._is_closed
+            )
             if piece.brought is None:
-                assert piece.error is not None
-                error, piece.error = piece.error, None
                 piece.num_users -= 1
-                raise error
+                raise piece.error or RuntimeError("the weights are streamed no more")
             return piece.brought
 
     def leave(self, piece: Piece[S, B]) -> None:
