@@ -7,10 +7,11 @@ machine has spare keeps them in its page cache, where they are found without rea
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
+import os
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,16 +19,25 @@ import torch
 from kvboost.errors import ConfigError
 from kvboost.weights.carrier import Brought, Carrier, Tensors
 
-log = logging.getLogger(__name__)
-
 # Of madvise(2); Python's `mmap` has no names for all of them and keeps the GIL meanwhile.
-DONTNEED, WILLNEED, POPULATE_READ = 4, 3, 22
+WILLNEED, DONTNEED, POPULATE_READ = 3, 4, 22
 HUGE_PAGE = 1 << 21  # what a single access may map
 
 MAPPING = re.compile(
-    r"(?P<first>[0-9a-f]+)-(?P<last>[0-9a-f]+) ...(?P<kind>.) \S+ \S+ \S+ *(?P<name>.*)"
+    r"(?P<first>[0-9a-f]+)-(?P<last>[0-9a-f]+) ...(?P<kind>.) (?P<offset>[0-9a-f]+) \S+ \S+ *"
+    r"(?P<name>.*)"
 )
 """The line of /proc/PID/smaps that a mapping begins with."""
+
+
+@dataclass(frozen=True)
+class MappedFile:
+    """A file, or a part of it, and its addresses."""
+
+    path: str
+    offset: int
+    first: int
+    last: int  # the address after it
 
 
 class MappedPages(Carrier):
@@ -47,11 +57,12 @@ class MappedPages(Carrier):
         self._advise = ctypes.CDLL(None, use_errno=True).madvise
         self._advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self._files = mapped_files()
+        self._known: set[int] = set()  # where pieces begin that were read before
+        self.is_cache_short = False  # the system's cache did not keep what we read
 
     def can_drop(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in a mapped file."""
-        start, stop = _extent(tensor)
-        return any(first <= start and stop <= last for first, last in self._files)
+        return self._file_of(*_extent(tensor)) is not None
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself, with its pages in memory."""
@@ -59,14 +70,16 @@ class MappedPages(Carrier):
         return tensor
 
     def bring(self, tensors: Tensors) -> Brought:
-        """Read and map the pages; a forward that is faster than that waits in a page fault."""
+        """Read and map the pages."""
         for tensor in tensors:
             start, stop = _extent(tensor)
-            start = start // mmap.PAGESIZE * mmap.PAGESIZE
-            for advice in (WILLNEED, POPULATE_READ):
-                if self._advise(start, stop - start, advice) != 0:
-                    # Linux before 5.14 does not know POPULATE_READ: WILLNEED reads without mapping.
-                    log.debug("madvise(%d): error %d", advice, ctypes.get_errno())
+            num_read = bytes_from_disk()
+            first = start // mmap.PAGESIZE * mmap.PAGESIZE
+            if self._advise(first, stop - first, POPULATE_READ) != 0:
+                self._advise(first, stop - first, WILLNEED)  # all that Linux before 5.14 can do
+            if start in self._known and bytes_from_disk() - num_read > (stop - start) // 2:
+                self.is_cache_short = True
+            self._known.add(start)
         return Brought(tensors)
 
     def await_arrival(self, brought: Brought) -> None:
@@ -76,29 +89,61 @@ class MappedPages(Carrier):
         """Nothing to do: a CPU is done with a tensor when the call returns."""
 
     def drop(self, brought: Brought) -> None:
-        """Unmap the pages, but for those at the ends that neighbours have a part of."""
+        """Unmap the pages, but for those at the ends that neighbours have a part of.
+
+        Where memory is too short to keep them in the system's cache until the next forward, they
+        leave it at once: to look for pages that can go costs the system as much as reading them.
+        """
         for tensor in brought.tensors:
             start, stop = _extent(tensor)
+            file = self._file_of(start, stop)
             start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
             stop = stop // mmap.PAGESIZE * mmap.PAGESIZE
-            if start < stop:
-                self._advise(start, stop - start, DONTNEED)
+            if file is None or start >= stop:
+                continue
+            self._advise(start, stop - start, DONTNEED)
+            if self.is_cache_short:
+                _forget(file, start, stop)
+
+    def _file_of(self, start: int, stop: int) -> MappedFile | None:
+        return next((f for f in self._files if f.first <= start and stop <= f.last), None)
 
 
-def mapped_files() -> list[tuple[int, int]]:
-    """Addresses (first, last + 1) of the private mappings of files that nobody wrote to.
+def mapped_files() -> list[MappedFile]:
+    """The private mappings of files that nobody wrote to.
 
     What was written exists in memory alone: to drop it would bring back the file's old numbers.
     """
-    found, span = [], (0, 0)
+    found: list[MappedFile] = []
+    current: MappedFile | None = None
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head = MAPPING.match(line)
         if head is not None:
+            first, last, offset = (int(head[each], 16) for each in ("first", "last", "offset"))
             is_file = head["kind"] == "p" and head["name"].startswith("/")
-            span = (int(head["first"], 16), int(head["last"], 16)) if is_file else (0, 0)
-        elif line.startswith("Anonymous:") and line.split()[1] == "0" and span != (0, 0):
-            found.append(span)
+            current = MappedFile(head["name"], offset, first, last) if is_file else None
+        elif line.startswith("Anonymous:") and line.split()[1] == "0" and current is not None:
+            found.append(current)
     return found
+
+
+def bytes_from_disk() -> int:
+    """What this thread had to have read from a disk so far, in bytes."""
+    lines = Path("/proc/thread-self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
+
+
+def _forget(file: MappedFile, start: int, stop: int) -> None:
+    """Let the system's cache forget a part of a file."""
+    try:
+        number = os.open(file.path, os.O_RDONLY)
+    except OSError:  # moved or deleted meanwhile
+        return
+    try:
+        at = file.offset + start - file.first
+        os.posix_fadvise(number, at, stop - start, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(number)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
