@@ -333,6 +333,17 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             [("topk(10, sum by (tenant)(kvboost_tenant_memory_bytes@))", "{{tenant}}")],
             "bytes",
         ),
+        series(
+            "Prompt tokens by adapter",
+            [
+                (
+                    "sum by (adapter, kind)(rate(kvboost_adapter_prompt_tokens_total"
+                    '{instance=~"$instance"}[$__rate_interval]))',
+                    "{{adapter}} {{kind}}",
+                )
+            ],
+            text="Without a name: the base model.",
+        ),
     ],
 }
 
