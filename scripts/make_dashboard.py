@@ -335,7 +335,14 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         ),
         series(
             "Prompt tokens by adapter",
-            [(per_second("kvboost_adapter_prompt_tokens_total", "adapter"), "{{adapter}}")],
+            [
+                (
+                    "sum by (adapter, kind)(rate(kvboost_adapter_prompt_tokens_total"
+                    '{instance=~"$instance"}[$__rate_interval]))',
+                    "{{adapter}} {{kind}}",
+                )
+            ],
+            text="Without a name: the base model.",
         ),
     ],
 }

@@ -215,7 +215,8 @@ def test_the_plain_tier_never_runs_a_flash_kernel() -> None:
     ran = {}
     for tier in ("flash_sdpa", "sdpa"):
         model = build(*SUPPORTED["llama"])
-        native = certify.native_logits(model)
+        with torch.no_grad():
+            native = certify.run_native(model, certify.measure_geometry(model))
         install_flash_attention(model, tier)
         hosted = HFModel(model)
         with torch.no_grad(), profile(acc_events=True) as ops:
@@ -380,7 +381,7 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_chosen(
 ) -> None:
     model = HFModel(build(*SUPPORTED["llama"]).half())
     with torch.no_grad():
-        native = certify.native_logits(model.model)
+        native = certify.run_native(model.model, model.geometry)
         choices = [attention.IMPLEMENTATIONS[tier] for tier in kernels.TIERS]
         model._choose_attention(choices, native)
         assert implementation(model.model) == choices[0] and package.calls

@@ -70,12 +70,13 @@ class Adapters:
         Raises:
             ConfigError: there is none of this name.
         """
-        if name is None:
-            return self.default
-        if name and name not in self._known:
+        if not name:
+            return self.default if name is None else self.base
+        adapter = self._known.get(name)
+        if adapter is None:
             known = ", ".join(map(repr, self.names)) or "none is loaded"
             raise ConfigError(f"unknown adapter {name!r} ({known}){hint(name, self.names)}")
-        return self._known[name] if name else self.base
+        return adapter
 
     def load(self, name: str, folder: str, check: Callable[[], None]) -> None:
         """Load an adapter; one that has the name already makes room for it.
@@ -90,6 +91,7 @@ class Adapters:
         try:
             with _without_warnings():
                 _load(self._model, folder, slot)
+            _check_copies(self._model, slot)
             adapter = Adapter(name, slot, adapter_digest(self._model, slot))
             self._look_at_layers()
             self._set(adapter)
@@ -232,6 +234,26 @@ def _check(config: Any) -> None:
         raise UnsupportedModel(
             "it begins to work at certain tokens (aLoRA), which keys do not tell"
         )
+
+
+def _check_copies(model: PreTrainedModel, slot: str) -> None:
+    """Refuse copies of layers that compute with other weights than their own.
+
+    A layer that is streamed in parts, or prepacked, has a `forward` of its own, which PEFT's copy
+    (`modules_to_save`) takes over with the weights of the original.
+    """
+    for layer in adapter_layers(model).values():
+        copies = getattr(layer, "modules_to_save", {})
+        if slot in copies and any("forward" in vars(each) for each in copies[slot].modules()):
+            raise UnsupportedModel("it replaces a layer whose weights are streamed or prepacked")
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Tokens that a model can read, whatever PEFT has put around its embedding."""
+    embedding: Any = model.get_input_embeddings()
+    while hasattr(embedding, "adapter_layer_names"):
+        embedding = _inside(embedding)
+    return int(embedding.num_embeddings)
 
 
 def _inside(layer: Any) -> Any:

@@ -42,7 +42,7 @@ def fingerprint(model: torch.nn.Module, geometry: KVGeometry) -> bytes:
         for name, value in config.get_text_config().to_dict().items()
         if name not in COSMETIC and not name.startswith("_")
     }
-    if "quantization_config" in settings:  # the weights of a GGUF file count, not where it lies
+    if settings.get("quantization_config"):  # the weights of a GGUF file count, not where it lies
         quantization = dict(settings["quantization_config"])
         quantization.pop("gguf_file", None)
         settings["quantization_config"] = quantization
@@ -55,7 +55,7 @@ def fingerprint(model: torch.nn.Module, geometry: KVGeometry) -> bytes:
         else:
             _add_tensor(digest, name, weights.source(tensor), weights.forget)
     if weights is not None:
-        weights.bring_resident()
+        weights.reset()
     return digest.digest()
 
 

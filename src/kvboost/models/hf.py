@@ -15,7 +15,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from kvboost.core import KVGeometry, Rotation
 from kvboost.errors import UnsupportedModel
 from kvboost.models import certify, install
-from kvboost.models.adapters import Adapter, Adapters, unwrapped
+from kvboost.models.adapters import Adapter, Adapters, num_embeddings, unwrapped
 from kvboost.models.fingerprint import fingerprint
 from kvboost.models.packed import Segment, keep_logits, run_packed
 from kvboost.models.prepack import prepack
@@ -60,6 +60,7 @@ class HFModel:
         self.name = f"{type(model).__name__} ({model.config.model_type})"
         if model in install.in_engines:
             raise UnsupportedModel(f"{self.name}: an engine has it already; close that one first")
+        self.num_embeddings = num_embeddings(model)  # it can read the ids below this number
         self.adapters = Adapters(model)
         self.adapter = self.adapters.default  # under which every forward runs
         self._native_attention: str | None = model.config._attn_implementation  # noqa: SLF001
@@ -229,11 +230,6 @@ class HFModel:
         configs = (arguments.get("generation_config"), self.model.generation_config)
         values = [arguments.get(name), *(getattr(config, name, None) for config in configs)]
         return next((value for value in values if value is not None), None)
-
-    @property
-    def num_embeddings(self) -> int:
-        """Tokens that it can read: the ids below this number."""
-        return int(self.model.get_input_embeddings().num_embeddings)
 
     def special_settings(self) -> set[str]:
         """Names of generation settings that this model has and that change what is generated."""

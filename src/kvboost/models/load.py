@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvboost.errors import ConfigError
 from kvboost.models import gguf
+from kvboost.models.adapters import num_embeddings
 from kvboost.weights.awq import use_own_awq
 from kvboost.weights.stream import stream_weights
 
@@ -87,7 +88,7 @@ def load(
 def limits(model: PreTrainedModel) -> tuple[int, int | None]:
     """The size of a model's vocabulary, and the most tokens that it reads, if it says so."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return model.get_input_embeddings().num_embeddings, longest
+    return num_embeddings(model), longest
 
 
 def boundary_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

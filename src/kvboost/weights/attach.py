@@ -27,12 +27,16 @@ def attach_whole(module: torch.nn.Module, names: Sequence[str], part: Part, use:
             getattr(module, name).data = tensor
 
     def before(_module: torch.nn.Module, _args: Any) -> None:
+        leave()  # what an interrupted forward left: no hook is called for KeyboardInterrupt
         use_now = use(part)
         fill(use_now.__enter__())
         open_uses.append(use_now)
 
     def after(_module: torch.nn.Module, _args: Any, _output: Any) -> None:
-        if open_uses:  # empty: bringing them failed
+        leave()
+
+    def leave() -> None:
+        if open_uses:
             fill(absent)
             open_uses.pop().__exit__(None, None, None)
 
@@ -59,6 +63,7 @@ def attach_parts(linear: torch.nn.Linear, parts: Sequence[Part], use: Use) -> Un
         for part, its_bias in zip(parts, biases, strict=True):
             with use(part) as (weight,):
                 outputs.append(F.linear(hidden, weight, its_bias))
+                del weight  # or it would outlive its use
         return torch.cat(outputs, dim=-1)
 
     linear.forward = forward  # type: ignore[method-assign,assignment]

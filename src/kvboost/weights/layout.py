@@ -54,6 +54,8 @@ def find_layout(model: PreTrainedModel, carrier: Carrier, limit_bytes: int) -> L
     for module in model.modules():
         own = dict(_own_tensors(module))
         large = {n: t for n, t in own.items() if t.nbytes >= SMALL_BYTES and carrier.can_drop(t)}
+        if _is_cut(module, large, limit_bytes):
+            large = {"weight": large["weight"]}
         seen |= {tensor.data_ptr() for tensor in large.values()}
         if not large:
             continue
@@ -62,10 +64,9 @@ def find_layout(model: PreTrainedModel, carrier: Carrier, limit_bytes: int) -> L
         if isinstance(module, torch.nn.Embedding) and (is_plain or carrier.is_in_place):
             tables.append(module)
         else:
-            hosts = {name: carrier.host(tensor.data) for name, tensor in large.items()}
-            holdings.append(Holding(module, tuple(large), _cut(module, hosts, limit_bytes)))
-    every = {t.data_ptr(): t for module in model.modules() for _, t in _own_tensors(module)}
-    fixed = tuple(tensor for start, tensor in every.items() if start not in seen)
+            holdings.append(Holding(module, tuple(large), _cut(module, large, limit_bytes)))
+    every = {id(t): t for module in model.modules() for _, t in _own_tensors(module)}
+    fixed = tuple(tensor for tensor in every.values() if tensor.data_ptr() not in seen)
     return Layout(tuple(holdings), tuple(tables), fixed)
 
 
@@ -74,12 +75,17 @@ def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(recurse=False)
 
 
+def _is_cut(module: torch.nn.Module, tensors: dict[str, torch.Tensor], limit_bytes: int) -> bool:
+    weight = tensors.get("weight")
+    return type(module) is torch.nn.Linear and weight is not None and weight.nbytes > limit_bytes
+
+
 def _cut(
     module: torch.nn.Module, tensors: dict[str, torch.Tensor], limit_bytes: int
 ) -> tuple[WeightPiece, ...]:
-    sources: list[Tensors] = [list(tensors.values())]
-    weight = tensors.get("weight")
-    if type(module) is torch.nn.Linear and weight is not None and weight.nbytes > limit_bytes:
+    sources: list[Tensors] = [[tensor.data for tensor in tensors.values()]]
+    if _is_cut(module, tensors, limit_bytes):
+        weight = tensors["weight"].data
         row_bytes = weight.nbytes // len(weight)
         num_rows = max(1, limit_bytes // row_bytes // ROW_MULTIPLE) * ROW_MULTIPLE
         sources = [[rows] for rows in torch.split(weight, num_rows)]

@@ -89,15 +89,13 @@ class StreamedWeights:
         self._window = Window(chosen.window_bytes, carrier.bring, carrier.drop)
         self._sources: dict[int, torch.Tensor] = {}  # of what comes and goes, by identity
         self._undo: list[Undo] = []
-        self.bring_resident()
-        for tensor in layout.fixed:
-            self._replace(tensor, carrier.place(tensor.data))
-        for holding in layout.holdings:
-            self._attach(holding)
-        for table in layout.tables:
-            self._attach_table(table, layout, num_at_once=max(1, limit_bytes // HUGE_PAGE))
         weakref.finalize(model, self._window.close)
         setattr(model, ATTRIBUTE, self)
+        try:
+            self._settle(layout, num_rows=max(1, limit_bytes // HUGE_PAGE))
+        except BaseException:  # most of all too little memory
+            self.close()
+            raise
 
     @property
     def stats(self) -> WeightStats:
@@ -118,7 +116,7 @@ class StreamedWeights:
 
     def forget(self, part: torch.Tensor) -> None:
         """Give up the memory of a part of a source, if it can be brought again."""
-        if self._carrier.can_drop(part):
+        if any(_is_within(part, source) for source in self._sources.values()):
             self._carrier.drop(Brought([part]))
 
     def close(self) -> None:
@@ -130,10 +128,26 @@ class StreamedWeights:
                 self._undo.pop()()
         self._window.close()
 
-    def bring_resident(self) -> None:
-        """Have in memory what is to stay there."""
+    def reset(self) -> None:
+        """Have in memory what is to stay there, after sources were read and forgotten."""
+        if self._carrier.is_in_place:
+            self._place_resident()
+
+    def _place_resident(self) -> None:
         for piece in self._resident:
-            piece.brought = self._carrier.bring(piece.source)
+            piece.brought = Brought([self._carrier.place(tensor) for tensor in piece.source])
+
+    def _settle(self, layout: Layout, num_rows: int) -> None:
+        carrier = self._carrier
+        self._place_resident()
+        for tensor in layout.fixed:
+            self._replace(tensor, carrier.place(tensor.data))
+        for holding in layout.holdings:
+            self._attach(holding)
+        for table in layout.tables:
+            self._attach_table(table, layout, num_rows)
+        for piece in set(layout.pieces) - self._resident:
+            piece.source = [carrier.host(tensor) for tensor in piece.source]
 
     @contextmanager
     def _use(self, piece: WeightPiece) -> Iterator[Tensors]:

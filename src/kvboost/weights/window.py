@@ -6,11 +6,14 @@ after it last time. A thread brings what comes next while the piece before it is
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+log = logging.getLogger(__name__)
 
 S = TypeVar("S")
 """Where a piece comes from."""
@@ -60,12 +63,15 @@ class Window(Generic[S, B]):
             self.num_uses += 1
             self.num_waits += piece.brought is None
             self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: piece.brought is not None or piece.error or self._is_closed
-            )
-            if piece.brought is None:
+            try:
+                self._changed.wait_for(
+                    lambda: piece.brought is not None or piece.error or self._is_closed
+                )
+                if piece.brought is None:
+                    raise piece.error or RuntimeError("the weights are streamed no more")
+            except BaseException:
                 piece.num_users -= 1
-                raise piece.error or RuntimeError("the weights are streamed no more")
+                raise
             return piece.brought
 
     def leave(self, piece: Piece[S, B]) -> None:
@@ -104,7 +110,13 @@ class Window(Generic[S, B]):
                 if self._is_closed:
                     return
                 assert work is not None
-            work()
+            try:
+                work()
+            except Exception:  # of `drop`: a device that fails
+                log.exception("weights can be streamed no more")
+                with self._changed:
+                    self._is_closed = True
+                    self._changed.notify_all()
 
     def _next_work(self) -> Callable[[], None] | None:
         """Bring the first missing piece of those that come next, or make room for it."""
