@@ -258,6 +258,8 @@ def test_other_kinds_of_layers_work_beside_a_plain_one(
         ):
             result = engine.generate(prompt, NUM_NEW, adapter=name)
             assert result.token_ids == answer_of(wanted, prompt, NUM_NEW)
+            (other,) = engine.generate_batch([prompt], NUM_NEW, adapter=name)
+            assert other.token_ids == result.token_ids
         assert result.cached_tokens == 52
         bare = KVBoost(model_of(), WordTokenizer())._parts.model.fingerprint
         assert engine._parts.model.fingerprint == bare

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from kvboost.models.hf import HFModel
 from kvboost.models.load import load
 from kvboost.weights import pages
 from kvboost.weights.awq import AWQLinear
+from kvboost.weights.carrier import Brought, Tensors
 from kvboost.weights.copies import DeviceCopies
 from kvboost.weights.stream import StreamedWeights, stream_weights, streamed
 from loras import save_adapter
@@ -154,6 +156,116 @@ def test_adapters_work_on_streamed_weights(tmp_path: Path) -> None:
             assert [each.token_ids for each in given] == wanted
     assert [each.cached_tokens for each in given] == [49, 49]
     assert wanted[0] != wanted[1]
+
+
+def test_an_adapter_that_replaces_streamed_layers_is_refused(tmp_path: Path) -> None:
+    """PEFT copies the layer with its way to compute, which has the original's weights."""
+    folder = save(tmp_path / "model")
+    base = build("llama", WIDE)
+    base.save_pretrained(folder)
+    kept = save_adapter(base, tmp_path / "kept", modules_to_save=["embed_tokens"])
+    with KVBoost.from_pretrained(folder, max_weight_bytes=6 * MB) as engine:
+        with pytest.raises(ConfigError, match="replaces a layer whose weights are streamed"):
+            engine.load_adapter("kept", kept)
+        assert engine.adapters == []
+        engine.generate(words(20), 2)
+
+
+class LateCopies(DeviceCopies):
+    """A device on which copies are empty until they are waited for, and which counts them."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.live: list[weakref.ref[torch.Tensor]] = []
+        self.most_bytes = 0
+        self._late: dict[int, Tensors] = {}
+
+    def bring(self, tensors: Tensors) -> Brought:
+        brought = Brought([torch.full_like(tensor, torch.nan) for tensor in tensors])
+        self._late[id(brought)] = tensors
+        self.live += [weakref.ref(tensor) for tensor in brought.tensors]
+        held = [tensor for each in self.live if (tensor := each()) is not None]
+        self.most_bytes = max(self.most_bytes, sum(tensor.nbytes for tensor in held))
+        return brought
+
+    def await_arrival(self, brought: Brought) -> None:
+        for copy, tensor in zip(brought.tensors, self._late[id(brought)], strict=True):
+            copy.copy_(tensor)
+
+
+def test_copies_are_awaited_and_none_outlives_its_room(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    wanted = logits(model)
+    carrier = LateCopies()
+    weights = StreamedWeights(model, 12 * MB, carrier)
+    for _ in range(3):
+        torch.testing.assert_close(logits(model), wanted, rtol=1e-4, atol=1e-4)
+    assert carrier.most_bytes <= weights.stats.window_bytes
+
+
+def test_a_fingerprint_leaves_one_copy_of_what_stays(tmp_path: Path) -> None:
+    model = saved(tmp_path, vocab_size=512)
+    geometry = HFModel(build("llama", {})).geometry
+    known = fingerprint(model, geometry)
+    weights = StreamedWeights(model, 17 * MB, DeviceCopies(torch.device("cpu")))
+    assert fingerprint(model, geometry) == known
+    placed = {p.brought.tensors[0].data_ptr() for p in weights._resident if p.brought is not None}
+    assert len(placed) > 3
+    assert placed <= {tensor.data_ptr() for tensor in model.parameters()}
+
+
+def test_an_interrupted_forward_does_not_keep_its_piece(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    wanted = logits(model)
+    weights = stream_weights(model, 12 * MB)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for layer in model.model.layers:
+        hook = layer.self_attn.o_proj.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            logits(model)
+        hook.remove()
+    torch.testing.assert_close(logits(model), wanted, rtol=1e-4, atol=1e-4)
+    assert not any(piece.num_users for piece in weights._window._held)
+
+
+def test_a_model_is_as_it_was_when_streaming_could_not_begin(tmp_path: Path) -> None:
+    class Full(DeviceCopies):
+        def place(self, tensor: torch.Tensor) -> torch.Tensor:
+            raise MemoryError
+
+    model = saved(tmp_path)
+    wanted = logits(model)
+    with pytest.raises(MemoryError):
+        StreamedWeights(model, 12 * MB, Full(torch.device("cpu")))
+    assert streamed(model) is None
+    assert torch.equal(logits(model), wanted)
+
+
+def test_pages_leave_the_systems_cache_once_it_did_not_keep_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was read again for a piece: its pages would not be there for the next forward."""
+    model = saved(tmp_path)
+    forgotten: list[tuple[int, int]] = []
+    read = iter(range(0, 10**15, 10**9))
+    monkeypatch.setattr(pages, "bytes_from_disk", lambda: 0)
+    monkeypatch.setattr(
+        pages.os, "posix_fadvise", lambda _, start, size, __: forgotten.append((start, size))
+    )
+    wanted = logits(model)
+    stream_weights(model, 6 * MB)
+    for _ in range(3):
+        logits(model)
+    assert forgotten == []
+    monkeypatch.setattr(pages, "bytes_from_disk", lambda: next(read))
+    for _ in range(3):
+        torch.testing.assert_close(logits(model), wanted, rtol=1e-4, atol=1e-4)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert len(forgotten) > 20
+    assert all(start >= 0 and start + length <= size for start, length in forgotten)
 
 
 def test_weights_that_are_not_in_files_count_as_resident(tmp_path: Path) -> None:

@@ -131,6 +131,15 @@ def test_a_piece_that_failed_ahead_of_time_is_tried_again_when_it_is_needed() ->
                 assert brought == name
 
 
+def test_a_window_that_cannot_drop_ends_instead_of_hanging() -> None:
+    with window_of(dict.fromkeys("ab", 1), 1) as (window, shelf, pieces):
+        with window.use(pieces["a"]):
+            pass
+        shelf.out.clear()  # dropping "a" raises
+        with pytest.raises(RuntimeError, match="streamed no more"), window.use(pieces["b"]):
+            pass
+
+
 def test_nobody_waits_for_a_closed_window() -> None:
     with window_of({"a": 1}, 1) as (window, _, pieces):
         window.close()
