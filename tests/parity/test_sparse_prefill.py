@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import DynamicCache
 
 from kvboost.core import Span
 from kvboost.errors import UnsupportedModel
+from kvboost.models import certify, install
 from kvboost.models.hf import HFModel
 from kvboost.models.slots import SlotCache
 from tiny_models import REFUSED, SUPPORTED, VOCABULARY, build
@@ -120,3 +122,25 @@ def test_the_length_from_which_rope_changes_is_known() -> None:
         for name in ("llama", "llama-dynamic", "phi3-longrope")
     }
     assert limits == {"llama": None, "llama-dynamic": 4096, "phi3-longrope": 1024}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2-softcap", "mistral-sliding"])
+def test_rounding_is_no_excuse_for_a_mask_that_is_off_by_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much a model differs from itself, what it may differ from us stays below that."""
+    model = build(*SUPPORTED[name]).bfloat16()
+    with torch.no_grad():
+        geometry = certify.measure_geometry(model)
+        native = certify.run_native(model, geometry)
+        assert native.tolerance < certify.MOST_TOLERANCE
+        install.switch(model, install.implementations(model)[0])
+        lenient = replace(native, tolerance=certify.MOST_TOLERANCE)
+        certify.check_sparse_prefill(model, geometry, lenient)
+        right = SlotCache.get_query_offset
+        for wrong in (1, -1):
+            monkeypatch.setattr(
+                SlotCache, "get_query_offset", lambda self, *_, by=wrong: right(self) + by
+            )
+            with pytest.raises(UnsupportedModel, match="differs from the model's own prefill"):
+                certify.check_sparse_prefill(model, geometry, lenient)

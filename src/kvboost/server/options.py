@@ -45,7 +45,7 @@ class ServerOptions:
     )
     adapter: tuple[str, ...] = field(
         default=(),
-        metadata=about("PEFT adapter as NAME=FOLDER, or a hub name; clients choose it as a model"),
+        metadata=about("PEFT adapter: NAME=FOLDER or NAME=HUB_NAME; clients choose it as a model"),
     )
     host: str = field(default="127.0.0.1", metadata=about("address to listen at"))
     port: int = field(
