@@ -129,8 +129,12 @@ class StreamedWeights:
         self._window.close()
 
     def reset(self) -> None:
-        """Have in memory what is to stay there, after sources were read and forgotten."""
+        """Have in memory what is to stay there and nothing else, after other tensors were read.
+
+        A page may be as large as 2 MB, so what lies beside a small tensor comes with it.
+        """
         if self._carrier.is_in_place:
+            self._carrier.drop(Brought(list(self._sources.values())))
             self._place_resident()
 
     def _place_resident(self) -> None:
@@ -148,6 +152,7 @@ class StreamedWeights:
             self._attach_table(table, layout, num_rows)
         for piece in set(layout.pieces) - self._resident:
             piece.source = [carrier.host(tensor) for tensor in piece.source]
+        self.reset()
 
     @contextmanager
     def _use(self, piece: WeightPiece) -> Iterator[Tensors]:
