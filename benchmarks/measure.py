@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,6 +47,19 @@ class TokenClock(StoppingCriteria):
 
     def seconds_per_token(self) -> float:
         return statistics.median(b - a for a, b in zip(self.times, self.times[1:], strict=False))
+
+
+def in_process(script: Path, task: dict[str, Any]) -> dict[str, Any]:
+    """What a script that gets `task` as JSON prints as its last line, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, script, json.dumps(task)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def environment() -> dict[str, Any]:

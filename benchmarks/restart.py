@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from measure import in_process
 
 LONG, SHORT = 2048, 256  # tokens
 
@@ -36,11 +37,11 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
                 "prompts": options.prompts,
                 "long": options.long,
             }
-            before = _in_process(task)
+            before = in_process(Path(__file__), task)
             if options.drop_caches:
                 subprocess.run(["sync"], check=True)
                 Path("/proc/sys/vm/drop_caches").write_text("3")
-            after = _in_process(task)
+            after = in_process(Path(__file__), task)
         row = {
             "model": name.rstrip("/").split("/")[-1],
             "dtype": options.dtype,
@@ -67,18 +68,6 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             f" cold {row['cold_ms']:.0f} ms"
         )
     return rows
-
-
-def _in_process(task: dict[str, Any]) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, __file__, json.dumps(task)],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 def _serve(task: dict[str, Any]) -> None:

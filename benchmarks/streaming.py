@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from measure import in_process
 from random_checkpoint import SHAPES, save_random
 from streaming_worker import ENGINES
 
@@ -114,15 +115,7 @@ def _in_process(engine: str, folder: Path, options: argparse.Namespace) -> dict[
         "new_tokens": options.new_tokens,
         "prefix": options.prefix,
     }
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("streaming_worker.py"), json.dumps(task)],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return in_process(Path(__file__).with_name("streaming_worker.py"), task)
 
 
 def _forget(files: list[Path]) -> None:

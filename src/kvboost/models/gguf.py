@@ -54,10 +54,7 @@ def follow(
         tokenizer.add_bos_token = adds_bos
     end_of_turn = metadata.get("tokenizer.ggml.eot_token_id")
     settings = model.generation_config
-    ends = (
-        settings.eos_token_id
-        if isinstance(settings.eos_token_id, list)
-        else [settings.eos_token_id]
-    )
+    known = settings.eos_token_id
+    ends = known if isinstance(known, list) else [] if known is None else [known]
     if end_of_turn is not None and end_of_turn not in ends:
-        settings.eos_token_id = [end for end in ends if end is not None] + [end_of_turn]
+        settings.eos_token_id = [*ends, end_of_turn]

@@ -68,12 +68,9 @@ def load(
     name, arguments = gguf.split_path(name, arguments)
     shared = {key: value for key, value in arguments.items() if key in SHARED}
     tokenizer = AutoTokenizer.from_pretrained(name, **shared)
-    is_given = "config" in arguments or arguments.get("gguf_file")
-    if not is_given and (max_weight_bytes is not None or not find_spec("gptqmodel")):
-        # Transformers' own way to AWQ rearranges the weights, and wants that package.
-        config = AutoConfig.from_pretrained(name, **shared)
-        if use_own_awq(config):
-            arguments = arguments | {"config": config}
+    # Transformers' own way to AWQ rearranges the weights, and wants that package.
+    if max_weight_bytes is not None or not find_spec("gptqmodel"):
+        arguments = arguments | _own_awq(name, arguments, shared)
     model = AutoModelForCausalLM.from_pretrained(name, **arguments)
     if arguments.get("gguf_file"):
         gguf.follow(name, shared, model, tokenizer)
@@ -83,6 +80,14 @@ def load(
     elif target is not None and "device_map" not in arguments:
         model = model.to(target)
     return model, tokenizer
+
+
+def _own_awq(name: str, arguments: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+    """What to load a checkpoint with if it is an AWQ one."""
+    if "config" in arguments or arguments.get("gguf_file"):
+        return {}
+    config = AutoConfig.from_pretrained(name, **shared)
+    return {"config": config} if use_own_awq(config) else {}
 
 
 def limits(model: PreTrainedModel) -> tuple[int, int | None]:

@@ -143,7 +143,8 @@ class StreamedWeights:
 
     def _settle(self, layout: Layout, num_rows: int) -> None:
         carrier = self._carrier
-        self._place_resident()
+        if not carrier.is_in_place:
+            self._place_resident()
         for tensor in layout.fixed:
             self._replace(tensor, carrier.place(tensor.data))
         for holding in layout.holdings:
