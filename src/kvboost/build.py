@@ -74,21 +74,23 @@ class Parts:
 def build(options: Options, model: HFModel, boundaries: Set[int]) -> Parts:
     """Put an engine's parts together."""
     metrics = Metrics()
-    ratios = _ratios(options)
+    repairs = build_repairs(options)
     return Parts(
         options=options,
         model=model,
         boundaries=boundaries,
         pool=build_pool(options, model),
         store=build_store(options, model.geometry, metrics),
-        repairs={0.0: NoRepair(), **{ratio: build_repair(options, ratio) for ratio in ratios}},
+        repairs={0.0: NoRepair(), **repairs},
         cost=CostModel(),
-        guard=QualityGuard(options.quality_budget, ratios, options.audit_ratio),
+        guard=QualityGuard(options.quality_budget, tuple(repairs), options.audit_ratio),
         metrics=metrics,
     )
 
 
-def build_store(options: Options, geometry: KVGeometry, metrics: Metrics) -> ChunkStore:
+def build_store(
+    options: Options, geometry: KVGeometry, metrics: Metrics, index: ChunkIndex | None = None
+) -> ChunkStore:
     """Memory and the tiers below it; waits until these are open, or failed to open for now.
 
     Raises:
@@ -99,7 +101,7 @@ def build_store(options: Options, geometry: KVGeometry, metrics: Metrics) -> Chu
     deadline_s = options.tier_deadline_ms / 1e3
     tiers = TierStack(memory, metrics, deadline_s)
     codec = CODECS[options.kv_cache_bits](geometry)
-    store = ChunkStore(ChunkIndex(), tiers, codec, metrics)
+    store = ChunkStore(ChunkIndex() if index is None else index, tiers, codec, metrics)
     try:
         for opener in openers(options.tier_urls, options.max_disk_bytes, 2 * deadline_s):
             tiers.add_below(opener, store.adopt)
@@ -122,6 +124,11 @@ def build_pool(options: Options, model: HFModel) -> Pool:
     if options.backend == "paged" or (options.backend == "auto" and device.type == "cpu"):
         return BlockPool(geometry, 0 if model.refusal else num_blocks, size, device)
     return SlotPool(geometry, num_blocks * size, device)
+
+
+def build_repairs(options: Options) -> dict[float, Repair]:
+    """The strategy that the options name by the ratio asked for, and by those it is raised to."""
+    return {ratio: build_repair(options, ratio) for ratio in _ratios(options)}
 
 
 def build_repair(options: Options, ratio: float) -> Repair:

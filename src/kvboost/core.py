@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NewType, Protocol, TypeAlias
 
 from kvboost.errors import ConfigError
@@ -123,6 +123,12 @@ class Match:
     offset: int = 0
     delta: int = 0  # how far it has moved: position in the prompt less position when computed
     follows: bool = False  # was computed directly after the match before it: no seam between them
+
+    def from_position(self, start: int) -> Match:
+        """The same without what lies before `start`."""
+        skipped = max(0, start - self.span.start)
+        span = Span(self.span.start + skipped, self.span.stop)
+        return replace(self, span=span, offset=self.offset + skipped)
 
 
 @dataclass(frozen=True, slots=True)

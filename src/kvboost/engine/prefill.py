@@ -60,7 +60,7 @@ class Decision:
             for c, k in zip(chunks, keys, strict=True)
             if c.span.start < num
         ]
-        rest = [_from(match, num) for match in self.plan.matches if match.span.stop > num]
+        rest = [m.from_position(num) for m in self.plan.matches if m.span.stop > num]
         plan = ReusePlan(self.plan.num_tokens, (*shared, *rest))
         return replace(self, plan=plan, num_shared=num)
 
@@ -266,13 +266,6 @@ def _split(tokens: Sequence[int], parts: Parts, first: int = 0) -> list[Chunk]:
     chunks = split(tokens, options.chunk_size, options.chunk_boundary_window, parts.boundaries)
     moved = [Span(c.span.start + first, c.span.stop + first) for c in chunks]
     return [Chunk(span, chunk.tokens) for span, chunk in zip(moved, chunks, strict=True)]
-
-
-def _from(match: Match, start: int) -> Match:
-    """A match without what lies before `start`."""
-    skipped = max(0, start - match.span.start)
-    span = Span(match.span.start + skipped, match.span.stop)
-    return replace(match, span=span, offset=match.offset + skipped)
 
 
 def space_of(tenant: str, parts: Parts) -> Namespace:

@@ -6,7 +6,7 @@ with the model's own forward, and the rotation of every cached tensor is fitted 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -94,7 +94,7 @@ def run_native(model: PreTrainedModel, geometry: KVGeometry) -> Native:
         cache, half = DynamicCache(), tokens.shape[1] // 2
         model(input_ids=tokens[:, :half], past_key_values=cache, use_cache=True)
         again = model(input_ids=tokens[:, half:], past_key_values=cache, use_cache=True).logits[0]
-        own = _row_error(again, logits[half:], exact=False)
+        own = row_error(again, logits[half:], exact=False)
         tolerance = min(max(tolerance, 2 * own), MOST_TOLERANCE)
     return Native(logits, tolerance, is_exact)
 
@@ -125,7 +125,7 @@ def check_sparse_prefill(model: PreTrainedModel, geometry: KVGeometry, native: N
             **keep_logits(model, NUM_COMPARED),
         ).logits[0, -NUM_COMPARED:]
         wanted = native.logits[place[-NUM_COMPARED:]]
-        error = _row_error(logits, wanted, exact=native.is_exact)
+        error = row_error(logits, wanted, exact=native.is_exact)
         if not error <= native.tolerance:
             raise UnsupportedModel(
                 f"sparse prefill of {len(positions)} of {len(tokens)} tokens differs from the "
@@ -154,7 +154,7 @@ def packs(model: PreTrainedModel, geometry: KVGeometry, native: Native) -> bool:
             logits = run_packed(model, geometry, segments)
             for segment, stop in zip(segments, stops, strict=True):
                 wanted = native.logits[stop - 1 : stop]
-                error = _row_error(logits[segment][None], wanted, exact=native.is_exact)
+                error = row_error(logits[segment][None], wanted, exact=native.is_exact)
                 if not error <= native.tolerance:
                     return False
     except Exception:  # whatever a foreign model raises on K/V that it did not expect
@@ -173,12 +173,29 @@ def measure_rotations(model: PreTrainedModel, geometry: KVGeometry) -> Rotations
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1024
     positions = [p for p in ROTATION_POSITIONS if p < longest]
     away = {p: dict(_cached_tensors(model, tokens, position=p)) for p in positions}
-    frequencies = {
+    return fit_rotations(home, away, rotary_frequencies(model), geometry.dtype)
+
+
+def rotary_frequencies(model: torch.nn.Module) -> set[tuple[float, ...]]:
+    """How fast the pairs of dims may turn, by any of a model's rotary embeddings."""
+    return {
         tuple(buffer.double().tolist())
         for name, buffer in model.named_buffers()
         if name.endswith("inv_freq") and "original" not in name
     }
-    tolerance = ROTATION_TOLERANCE[geometry.dtype]
+
+
+def fit_rotations(
+    home: Mapping[int, torch.Tensor],
+    away: Mapping[int, Mapping[int, torch.Tensor]],
+    frequencies: Collection[tuple[float, ...]],
+    dtype: str,
+) -> Rotations:
+    """Find what explains the planes `away` by those at `home`, which is position 0.
+
+    Planes are [..., head_dim], `away` by position, of the same one-token sequences.
+    """
+    tolerance = ROTATION_TOLERANCE[dtype]
     found: dict[int, Rotation | None] = {}
     for plane, at_home in sorted(home.items()):
         moved = {position: tensors[plane] for position, tensors in away.items()}
@@ -221,13 +238,13 @@ def _cached_tensors(
             yield 2 * layer + 1, content.values
 
 
-def _row_error(ours: torch.Tensor, native: torch.Tensor, *, exact: bool) -> float:
+def row_error(ours: torch.Tensor, native: torch.Tensor, *, exact: bool) -> float:
     """Relative error of the worst row; short of it where rounding may flip an expert."""
     errors = (ours - native).float().norm(dim=-1) / native.float().norm(dim=-1)
     return float(errors.max() if exact else errors.quantile(0.75))
 
 
-def _candidates(frequencies: set[tuple[float, ...]], head_dim: int) -> Iterator[Rotation]:
+def _candidates(frequencies: Collection[tuple[float, ...]], head_dim: int) -> Iterator[Rotation]:
     layouts: tuple[Literal["half", "interleaved"], ...] = ("half", "interleaved")
     for inv_freq in sorted(frequencies):
         width = 2 * len(inv_freq)

@@ -86,6 +86,11 @@ class TierStack:
         """Whether there is anything below memory."""
         return bool(self._below)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether there may be more below memory than this process knows of."""
+        return any(not guarded.is_own for guarded in self._below)
+
     def patience(self, limit_s: float = math.inf) -> Patience:
         """That of a request which starts now.
 

@@ -1,0 +1,100 @@
+"""vLLM's paged K/V, and the blocks of one request as `Slots`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvboost.connectors.vllm.layout import learn_layout
+from kvboost.core import KVGeometry, PlaneGroup, Span
+from kvboost.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from kvboost.codecs.base import KV
+
+
+class PagedCache:
+    """The blocks of all layers: read and written as rows, a plane each for K and V."""
+
+    def __init__(
+        self, layers: Mapping[str, Any], num_layers: int, num_blocks: int, block_size: int
+    ) -> None:
+        """Learn how the attention `layers`, by name and in their order, arrange their blocks.
+
+        Raises:
+            UnsupportedModel: they keep something other than K and V of one shape.
+        """
+        self.names, self.layers = list(layers), list(layers.values())
+        self.block_size = block_size
+        first = self.layers[0]
+        shapes = {(layer.num_kv_heads, layer.head_size) for layer in self.layers}
+        tensors = {(tuple(layer.kv_cache.shape), layer.kv_cache.dtype) for layer in self.layers}
+        if len(shapes) > 1 or len(tensors) > 1 or len(self.layers) != num_layers:
+            raise UnsupportedModel("its layers keep K/V of different shapes, or none")
+        self.device: torch.device = first.kv_cache.device
+        dtype = first.kv_cache.dtype
+        (shape,) = shapes
+        self.geometry = KVGeometry(
+            num_layers=num_layers,
+            groups=(PlaneGroup(tuple(range(2 * num_layers)), *shape),),
+            dtype=str(dtype).removeprefix("torch."),
+            itemsize=dtype.itemsize,
+        )
+        self._layout = learn_layout(
+            first.kv_cache, num_blocks, block_size, *shape, lambda *rows: _put(first, *rows)
+        )
+
+    def slots(self, block_ids: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
+        """Where rows at positions of a request lie, as vLLM counts."""
+        blocks = torch.tensor(block_ids, device=self.device)[positions // self.block_size]
+        return blocks * self.block_size + positions % self.block_size
+
+    def put(self, layer: int, kv: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write K and V [2, heads, tokens, head_dim] of a layer."""
+        rows = kv.to(self.device).transpose(1, 2)
+        attention = self.layers[layer]
+        _put(attention, rows[0].contiguous(), rows[1].contiguous(), attention.kv_cache, slots)
+
+    def take(self, layer: int, block_ids: torch.Tensor) -> torch.Tensor:
+        """K and V [2, heads, tokens, head_dim] of a layer, of all tokens in blocks."""
+        return self._layout.read(self.layers[layer].kv_cache, block_ids)
+
+    def pick(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """K and V [2, heads, tokens, head_dim] of a layer, of single tokens."""
+        blocks, offsets = slots // self.block_size, slots % self.block_size
+        return self._layout.pick(self.layers[layer].kv_cache, blocks, offsets)
+
+
+class BlockRows:
+    """The K/V of one request where vLLM has it (`kvboost.models.base.Slots`)."""
+
+    def __init__(self, cache: PagedCache, block_ids: Sequence[int]) -> None:
+        self.exact_stop = sys.maxsize
+        self._cache, self._block_ids = cache, block_ids
+
+    def write(self, span: Span, kv: KV) -> None:
+        """Copy the first `len(span)` tokens of `kv` to the rows of `span`."""
+        positions = torch.arange(span.start, span.stop, device=self._cache.device)
+        slots = self._cache.slots(self._block_ids, positions)
+        (planes,) = kv
+        for layer in range(self._cache.geometry.num_layers):
+            rows = planes[2 * layer : 2 * layer + 2, :, : len(span)]
+            self._cache.put(layer, rows, slots)
+
+    def read(self, span: Span) -> KV:
+        """A copy of the rows of `span`, in host memory."""
+        size = self._cache.block_size
+        first, last = span.start // size, -(-span.stop // size)
+        blocks = torch.tensor(self._block_ids[first:last], device=self._cache.device)
+        part = slice(span.start - first * size, span.stop - first * size)
+        layers = range(self._cache.geometry.num_layers)
+        planes = torch.cat([self._cache.take(layer, blocks)[:, :, part] for layer in layers])
+        return [planes.cpu()]
+
+
+def _put(layer: Any, *rows: torch.Tensor) -> None:
+    key, value, cache, slots = rows
+    layer.impl.do_kv_cache_update(layer, key, value, cache, slots)

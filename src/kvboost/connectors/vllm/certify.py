@@ -1,0 +1,89 @@
+"""Find out, when a worker starts, whether K/V can be put into vLLM's blocks, and moved there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from kvboost.connectors.vllm.blocks import BlockRows, PagedCache
+from kvboost.connectors.vllm.sparse import SparseModel
+from kvboost.core import Span
+from kvboost.errors import UnsupportedModel
+from kvboost.models.certify import (
+    LOGITS_TOLERANCE,
+    NUM_COMPARED,
+    NUM_PROBE_TOKENS,
+    ROTATION_POSITIONS,
+    Rotations,
+    fit_rotations,
+    row_error,
+)
+
+NUM_ROTATED = 4  # tokens whose keys are turned
+
+
+def check_round_trip(cache: PagedCache, block_ids: Sequence[int]) -> None:
+    """Write numbers into blocks of every layer and read them back.
+
+    Raises:
+        UnsupportedModel: they came back otherwise.
+    """
+    (group,) = cache.geometry.groups
+    shape = (len(group.planes), group.heads, NUM_PROBE_TOKENS, group.head_dim)
+    generator = torch.Generator().manual_seed(0)
+    written = torch.randn(shape, generator=generator).to(getattr(torch, cache.geometry.dtype))
+    rows, span = BlockRows(cache, block_ids), Span(0, NUM_PROBE_TOKENS)
+    rows.write(span, [written])
+    if not torch.equal(rows.read(span)[0], written):
+        raise UnsupportedModel("K/V that is written into vLLM's blocks is read back otherwise")
+
+
+def check_sparse_prefill(
+    sparse: SparseModel, cache: PagedCache, vocabulary: int, block_ids: Sequence[int]
+) -> None:
+    """Compute all rows at once, then spoil some and compute these again.
+
+    Raises:
+        UnsupportedModel: what comes out differs by more than rounding.
+    """
+    tokens = _probe_tokens(vocabulary, NUM_PROBE_TOKENS)
+    whole = range(NUM_PROBE_TOKENS)
+    wanted = sparse.forward(tokens, whole, block_ids, num_logits=NUM_PROBE_TOKENS).float()
+    again = sorted({*whole[2::5], *whole[20:33], *whole[-3:]})
+    rows = BlockRows(cache, block_ids)
+    for position in again:
+        span = Span(position, position + 1)
+        rows.write(span, [torch.full_like(part, 9.0) for part in rows.read(span)])
+    some = [tokens[position] for position in again]
+    ours = sparse.forward(some, again, block_ids, num_logits=NUM_COMPARED).float()
+    error = row_error(ours, wanted[again[-NUM_COMPARED:]], exact=True)
+    if not error <= LOGITS_TOLERANCE[cache.geometry.dtype]:
+        raise UnsupportedModel(
+            f"sparse prefill of {len(again)} of {len(tokens)} tokens differs from vLLM's own by "
+            f"{error:.2g} of the logits' size in {cache.geometry.dtype}"
+        )
+
+
+def measure_rotations(
+    sparse: SparseModel,
+    cache: PagedCache,
+    vocabulary: int,
+    frequencies: Collection[tuple[float, ...]],
+    longest: int,
+) -> Rotations:
+    """How the keys in vLLM's blocks turn with position."""
+    tokens = _probe_tokens(vocabulary, NUM_ROTATED)
+    positions = [position for position in ROTATION_POSITIONS if position < longest]
+    planes = {
+        position: torch.cat([sparse.alone(token, position, 1) for token in tokens], dim=2)
+        for position in (0, *positions)
+    }
+    away = {position: dict(enumerate(planes[position])) for position in positions}
+    return fit_rotations(dict(enumerate(planes[0])), away, frequencies, cache.geometry.dtype)
+
+
+def _probe_tokens(vocabulary: int, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(0)
+    picked: list[int] = torch.randint(5, vocabulary - 1, (count,), generator=generator).tolist()
+    return picked

@@ -1,0 +1,389 @@
+"""vLLM's KV connector interface (V1) -> the two sides."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.model_executor.models.utils import extract_layer_index
+
+from kvboost.build import build_repairs
+from kvboost.config import Options, hint, make_options
+from kvboost.connectors.vllm.blocks import PagedCache
+from kvboost.connectors.vllm.certify import (
+    check_round_trip,
+    check_sparse_prefill,
+    measure_rotations,
+)
+from kvboost.connectors.vllm.messages import Facts, Report, StepWork
+from kvboost.connectors.vllm.scheduler_side import SchedulerSide
+from kvboost.connectors.vllm.sparse import SparseModel
+from kvboost.connectors.vllm.stats import KVBoostPromMetrics, KVBoostStats
+from kvboost.connectors.vllm.worker_side import WorkerSide
+from kvboost.core import KVGeometry, PlaneGroup
+from kvboost.errors import ConfigError, UnsupportedModel
+from kvboost.models.certify import NUM_PROBE_TOKENS
+from kvboost.models.identity import Identity, identify
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+
+OPTIONS = (
+    "audit_ratio",
+    "cache_url",
+    "chunk_size",
+    "disk_cache_dir",
+    "max_cache_bytes",
+    "max_chunks",
+    "max_disk_bytes",
+    "quality_budget",
+    "recompute_overlap",
+    "recompute_ratio",
+    "recompute_strategy",
+    "recompute_tail",
+    "reuse",
+    "tenant_quota",
+    "tier_deadline_ms",
+)
+"""Of `kvboost.config.Options`: what `kv_connector_extra_config` may set. vLLM does the rest."""
+
+STRATEGIES = ("sampled", "selective", "none")
+"""Those that choose by the prompt's tokens alone."""
+
+
+def _log_like_vllm() -> None:
+    """Say what is said here in the log of vLLM, which shows no other."""
+    ours, theirs = logging.getLogger("kvboost"), logging.getLogger("vllm")
+    if not ours.handlers and not logging.getLogger().handlers:
+        ours.handlers, ours.propagate = list(theirs.handlers), False
+        ours.setLevel(theirs.getEffectiveLevel())
+
+
+class StepMetadata(KVConnectorMetadata):
+    """Work for the workers, on vLLM's way."""
+
+    def __init__(self, work: StepWork) -> None:
+        self.work = work
+
+
+class HandshakeMetadata(KVConnectorHandshakeMetadata):
+    """A worker's facts, on vLLM's way."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+
+
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """A worker's report, on vLLM's way; only the first rank writes one."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """There is one."""
+        return self
+
+
+class KVBoostConnector(KVConnectorBase_V1):
+    """Reuse of K/V from shared tiers, and of text at other places, inside vLLM."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """Raises ConfigError for an option that is unknown, wrong, or of no use here."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        _log_like_vllm()
+        self._options = read_options(self._kv_transfer_config.kv_connector_extra_config)
+        self._repairs = build_repairs(self._options)
+        self._worker: WorkerSide | None = None
+        self._identity: Identity | None = None
+        self._refusal = self._move_refusal = ""
+        self._counted: Counter[str] = Counter()
+        self._scheduler: SchedulerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            # vLLM's default fails requests whose K/V cannot be loaded.
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            hash_block = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
+            self._scheduler = SchedulerSide(
+                self._options, self._repairs, self._blocks_of, hash_block
+            )
+            self._requests: dict[str, Request] = {}
+
+    # What vLLM asks in the scheduler.
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Hear what the workers found out, the first rank first."""
+        facts = [metadata[rank] for rank in sorted(metadata)]
+        self._decider.learn([each.facts for each in facts if isinstance(each, HandshakeMetadata)])
+
+    def on_new_request(self, request: Request) -> None:
+        """A request came in."""
+        self._requests[request.request_id] = request
+        self._decider.add(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens can be supplied, and whether beside the step."""
+        return self._decider.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """A request has blocks for what shall be supplied."""
+        self._decider.allocated(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """The work that goes with a step."""
+        preempted = scheduler_output.preempted_req_ids or ()
+        counts = scheduler_output.num_scheduled_tokens
+        return StepMetadata(self._decider.step(counts, self._requests, preempted))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Hear what the workers have done in a step."""
+        metadata = connector_output.kv_connector_worker_meta
+        self._decider.report(metadata.report if isinstance(metadata, WorkerMetadata) else None)
+        self._decider.loaded(connector_output.finished_recving or ())
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks of a request that ended are still needed, and what it reused."""
+        self._requests.pop(request.request_id, None)
+        return self._decider.finish(request)
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks are held that will be given back."""
+        return self._decider.is_busy
+
+    # What vLLM asks in a worker.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Learn how blocks are laid out, find out which model it is, and open the store."""
+        try:
+            self._worker = self._make_worker(sorted(kv_caches, key=extract_layer_index))
+        except UnsupportedModel as error:
+            self._refusal = str(error)
+        self._move_refusal = (
+            "the model is out of reach; start vLLM with "
+            "--worker-cls kvboost.connectors.vllm.worker.KVBoostWorker"
+        )
+
+    def attach_model(self, model: torch.nn.Module) -> None:
+        """Certify vLLM's model for moved text (`kvboost.connectors.vllm.worker`)."""
+        if self._worker is None:
+            return
+        try:
+            sparse, rotations = self._certified(model)
+        except UnsupportedModel as error:
+            self._move_refusal = str(error)
+        else:
+            self._worker.allow_moved(sparse, rotations)
+            self._move_refusal = ""
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
+        """What this worker found out."""
+        if self._worker is None:
+            return HandshakeMetadata(Facts(b"", self._refusal, "", must_bring=False, changes=()))
+        return HandshakeMetadata(self._worker.facts(self._move_refusal))
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Blocks are about to be taken from requests."""
+        if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
+            self._worker.wait_for_saves(kv_connector_metadata.work.preempted)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Start loads; those that compute are done when this returns."""
+        if self._worker is not None:
+            self._worker.begin_step(self._step_work())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """A layer has written its K/V."""
+        if self._worker is not None:
+            self._worker.before_attention(layer_name)
+
+    def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
+        """Nothing: whole requests are saved, beside later steps."""
+
+    def wait_for_save(self) -> None:
+        """Start saves, whose blocks vLLM keeps until they are done."""
+        if self._worker is not None:
+            self._worker.end_step(self._step_work())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose blocks are saved, and whose blocks are loaded or given up."""
+        if self._worker is None:
+            return None, None
+        return self._worker.take_finished(self._step_work())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that vLLM has to compute after all."""
+        return set() if self._worker is None else self._worker.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """News for the scheduler."""
+        report = None if self._worker is None else self._worker.take_report()
+        return None if report is None else WorkerMetadata(report)
+
+    def shutdown(self) -> None:
+        """Finish writing."""
+        if self._worker is not None:
+            self._worker.close()
+
+    # What vLLM asks anywhere.
+
+    def get_kv_connector_stats(self) -> KVBoostStats | None:
+        """What was counted since this was asked before."""
+        if self._scheduler is not None:
+            counts, self._scheduler.counts = self._scheduler.counts, Counter()
+            return KVBoostStats.of(counts)
+        if self._worker is None:
+            return None
+        now = Counter(self._worker.metrics.snapshot())
+        new, self._counted = now - self._counted, now
+        return KVBoostStats.of(new)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVBoostStats:
+        """Counts that came from another process."""
+        return KVBoostStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVBoostPromMetrics:
+        """Counters for vLLM's Prometheus endpoint."""
+        return KVBoostPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that does not happen is a miss, no loss."""
+        return False
+
+    @property
+    def _decider(self) -> SchedulerSide:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    def _blocks_of(self, request_id: str) -> Sequence[int]:
+        assert self._kv_cache_manager is not None
+        blocks: Sequence[int] = self._kv_cache_manager.get_block_ids(request_id)[0]
+        return blocks
+
+    def _step_work(self) -> StepWork:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata.work
+
+    def _make_worker(self, names: Sequence[str]) -> WorkerSide:
+        config = self._vllm_config
+        model, parallel = config.model_config, config.parallel_config
+        if parallel.pipeline_parallel_size > 1:
+            raise UnsupportedModel("its layers are spread over workers (pipeline parallel)")
+        if len(self._kv_cache_config.kv_cache_groups) != 1:
+            raise UnsupportedModel("its layers keep their K/V in several groups of blocks")
+        found = config.compilation_config.static_forward_context
+        cache = PagedCache(
+            {name: found[name] for name in names},
+            model.get_total_num_hidden_layers(),
+            self._kv_cache_config.num_blocks,
+            config.cache_config.block_size,
+        )
+        check_round_trip(cache, self._scratch_blocks)
+        self._identity = self._identify(cache.geometry)
+        rank, size = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
+        name = self._identity.fingerprint
+        if size > 1:  # a rank has some of the heads, which are no use to others
+            name = sha256(name + f"rank {rank} of {size}".encode()).digest()
+        worker = WorkerSide(self._options, self._repairs, cache)
+        worker.start(name, is_first=rank == 0)
+        return worker
+
+    def _identify(self, geometry: KVGeometry) -> Identity:
+        """Name the model as a Transformers process does, so that both find each other's K/V."""
+        model, (group,) = self._vllm_config.model_config, geometry.groups
+        whole = PlaneGroup(group.planes, model.get_total_num_kv_heads(), group.head_dim)
+        try:
+            return identify(
+                model.model,
+                model.dtype,
+                KVGeometry(geometry.num_layers, (whole,), geometry.dtype, geometry.itemsize),
+                revision=model.revision,
+                trust_remote_code=model.trust_remote_code,
+                cache_dir=self._vllm_config.load_config.download_dir,
+            )
+        except Exception as error:
+            raise UnsupportedModel(f"Transformers cannot load {model.model}: {error}") from error
+
+    def _certified(self, model: torch.nn.Module) -> tuple[SparseModel, Any]:
+        worker, identity = self._worker, self._identity
+        assert worker is not None
+        assert identity is not None
+        config = self._vllm_config
+        if config.parallel_config.tensor_parallel_size > 1:
+            raise UnsupportedModel("moved text is repaired on one rank only (tensor parallel)")
+        if config.model_config.uses_mrope:
+            raise UnsupportedModel("its positions have several dimensions")
+        sparse = SparseModel(model, worker.cache, config)
+        vocabulary = config.model_config.get_vocab_size()
+        check_sparse_prefill(sparse, worker.cache, vocabulary, self._scratch_blocks)
+        longest = config.model_config.max_model_len
+        rotations = measure_rotations(
+            sparse, worker.cache, vocabulary, identity.frequencies, longest
+        )
+        if rotations.refusal:
+            raise UnsupportedModel(rotations.refusal)
+        return sparse, rotations.planes
+
+    @property
+    def _scratch_blocks(self) -> list[int]:
+        """Blocks to try things with before there are requests; vLLM keeps the first one empty."""
+        count = -(-NUM_PROBE_TOKENS // self._vllm_config.cache_config.block_size)
+        return list(range(1, 1 + count))
+
+
+def read_options(values: dict[str, Any]) -> Options:
+    """`kv_connector_extra_config` as options.
+
+    Raises:
+        ConfigError: a name or value is wrong, or of no use inside vLLM.
+    """
+    for name in values:
+        if name not in OPTIONS:
+            raise ConfigError(
+                f"kv_connector_extra_config: KVBoost has no option {name!r} inside vLLM"
+                f"{hint(name, OPTIONS)}"
+            )
+    options = make_options(values)
+    if options.recompute_strategy not in STRATEGIES:
+        raise ConfigError(
+            f"recompute_strategy={options.recompute_strategy!r}: expected one of "
+            f"{', '.join(STRATEGIES)} inside vLLM"
+        )
+    return options

@@ -1,0 +1,115 @@
+"""What the two sides tell each other: the scheduler its decisions, the workers what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvboost.core import Anchor, Entry, FrameKey, ReuseMode, ReusePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a worker found out about its model when it started."""
+
+    fingerprint: bytes  # of the model, and of the part of it that this rank has
+    refusal: str  # why nothing can be reused; empty: it can
+    move_refusal: str  # why moved text cannot be reused
+    must_bring: bool  # tiers below memory may hold what only asking them tells
+    changes: tuple[Change, ...]  # what its tiers have kept from earlier processes
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A chunk that can be found from now on, or, without an entry, not any more."""
+
+    key: FrameKey
+    entry: Entry | None = None
+    anchors: tuple[Anchor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Bring:
+    """Load what the tiers below memory have of a prompt, while it waits."""
+
+    request_id: str
+    tokens: Sequence[int]
+    tenant: str
+    reuse: ReuseMode
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Fill the rows [start, stop) of a request: from the store, and by computing the gaps."""
+
+    request_id: str
+    tokens: Sequence[int]
+    tenant: str
+    block_ids: Sequence[int]
+    start: int
+    stop: int
+    plan: ReusePlan
+    ratio: float  # of moved tokens that are repaired
+    repaired: Sequence[int] = ()  # their positions
+
+    @property
+    def is_exact(self) -> bool:
+        """Nothing is computed, so that it needs no step of the model."""
+        return not self.plan.moved
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Store the rows of `tokens`, which are exact."""
+
+    request_id: str
+    tokens: Sequence[int]
+    tenant: str
+    block_ids: Sequence[int]
+    is_last: bool  # the request has ended; its blocks are kept for this
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Compare an answer on moved text with full prefill, which then is stored.
+
+    The request has ended; its blocks are kept for this.
+    """
+
+    request_id: str
+    tokens: Sequence[int]  # of prompt and answer
+    num_prompt: int
+    exact_stop: int
+    tenant: str
+    block_ids: Sequence[int]
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an audit found; None: it did not come to its end."""
+
+    request_id: str
+    kl: float | None = None
+    top1: float = 0.0
+
+
+@dataclass(slots=True)
+class StepWork:
+    """What the workers have to do besides a step of the model."""
+
+    brings: list[Bring] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    audits: list[Audit] = field(default_factory=list)
+    preempted: set[str] = field(default_factory=set)
+    is_idle: bool = False  # the model has nothing to compute
+
+
+@dataclass(slots=True)
+class Report:
+    """What a worker has to say after a step."""
+
+    changes: list[Change] = field(default_factory=list)
+    brought: list[str] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)

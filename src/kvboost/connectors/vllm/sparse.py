@@ -1,0 +1,180 @@
+"""Sparse prefill with vLLM's own model and attention.
+
+vLLM computes a batch of sequences, each the newest tokens of a request on top of its blocks. Give
+it one request as many: every run of positions that follow each other is a sequence that ends where
+the run ends, over the same blocks. K/V of all of them is written before any attends, so each token
+sees the rows at or before its own position, with any back end and any model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from kvboost.connectors.vllm.blocks import PagedCache
+from kvboost.core import Span
+from kvboost.models import spread
+from kvboost.models.slots import SlotCache
+
+
+class SparseModel:
+    """vLLM's model, run over any positions of one request."""
+
+    def __init__(self, model: Any, cache: PagedCache, vllm_config: Any) -> None:
+        self._model, self._cache, self._config = model, cache, vllm_config
+        self._most_sequences: int = vllm_config.scheduler_config.max_num_seqs
+        layer = cache.layers[0]
+        builder = layer.get_attn_backend().get_builder_cls()
+        spec = layer.get_kv_cache_spec(vllm_config)
+        self._builder = builder(spec, cache.names, vllm_config, cache.device)
+        self._correction: _Correction | None = None
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        block_ids: Sequence[int],
+        correction: tuple[SlotCache, Sequence[Span]] | None = None,
+        num_logits: int = 0,
+    ) -> torch.Tensor:
+        """Compute `tokens` at sorted `positions`, of which each row before is there or among them.
+
+        With rows of moved text and spans of it, their other rows are corrected by how the computed
+        ones have changed. Returns the logits of the last `num_logits` tokens.
+        """
+        hidden = torch.empty(0)
+        start = 0
+        for runs in _parts(positions, self._most_sequences):
+            count = sum(map(len, runs))
+            if correction is not None:
+                rows, spans = correction
+                clipped = [_within(span, runs[0].start, runs[-1].stop) for span in spans]
+                spans = [span for span in clipped if len(span) > 1]
+                places = [p for run in runs for p in range(run.start, run.stop)]
+                self._correction = _Correction(self._cache, rows, spans, places, block_ids)
+            try:
+                hidden = self._run(tokens[start : start + count], runs, block_ids)
+            finally:
+                self._correction = None
+            start += count
+        if not num_logits:
+            return hidden[:0]
+        logits: torch.Tensor = self._model.compute_logits(hidden[-num_logits:])
+        return logits
+
+    @torch.inference_mode()
+    def alone(self, token: int, position: int, block_id: int) -> torch.Tensor:
+        """K/V [planes, heads, 1, head_dim] of a token at a position, with nothing before it."""
+        place = torch.tensor([position], device=self._cache.device)
+        self._run([token], [Span(0, 1)], [block_id], turned_to=place)
+        slot = torch.tensor([block_id * self._cache.block_size], device=self._cache.device)
+        layers = range(self._cache.geometry.num_layers)
+        return torch.cat([self._cache.pick(layer, slot) for layer in layers])
+
+    def before_attention(self, layer_name: str) -> None:
+        """To be called in each layer, after its K/V was written and before attention reads it."""
+        if self._correction is not None:
+            self._correction.apply(self._cache.names.index(layer_name))
+
+    def _run(
+        self,
+        tokens: Sequence[int],
+        runs: Sequence[Span],
+        block_ids: Sequence[int],
+        turned_to: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute runs of rows; their keys are turned to other positions where these are given."""
+        device = self._cache.device
+        positions = torch.cat([torch.arange(run.start, run.stop) for run in runs]).to(device)
+        slots = self._cache.slots(block_ids, positions)
+        metadata = self._builder.build(0, _as_sequences(runs, block_ids, slots, positions))
+        names = self._cache.names
+        with set_forward_context(
+            dict.fromkeys(names, metadata),
+            self._config,
+            num_tokens=len(tokens),
+            slot_mapping=dict.fromkeys(names, slots),
+        ):
+            hidden: torch.Tensor = self._model(
+                input_ids=torch.tensor(tokens, device=device),
+                positions=positions if turned_to is None else turned_to,
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+        return hidden
+
+
+class _Correction:
+    """Carries the change of computed rows to their neighbours in moved text, layer by layer."""
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        rows: SlotCache,
+        spans: Sequence[Span],
+        computed: Sequence[int],
+        block_ids: Sequence[int],
+    ) -> None:
+        self._cache, self._rows = cache, rows
+        self._patches = spread.patches(spans, computed, rows.dtype, rows.device)
+        self._computed = torch.tensor(computed, device=rows.device)
+        self._computed_slots = cache.slots(block_ids, self._computed)
+        places = [torch.arange(patch.start, patch.stop) for patch in self._patches]
+        self._corrected = torch.cat([torch.empty(0, dtype=torch.int64), *places]).to(rows.device)
+        self._corrected_slots = cache.slots(block_ids, self._corrected)
+
+    def apply(self, layer: int) -> None:
+        """Correct the rows of a layer; its computed ones are in their blocks already."""
+        if not self._patches:
+            return
+        stored = torch.stack(self._rows.layer_rows(layer, self._rows.length))[:, 0]
+        fresh = self._cache.pick(layer, self._computed_slots)
+        for patch in self._patches:
+            spread.apply(patch, stored, fresh)
+        stored.index_copy_(2, self._computed, fresh)
+        self._cache.put(layer, stored.index_select(2, self._corrected), self._corrected_slots)
+
+
+def _parts(positions: Sequence[int], most: int) -> Iterator[list[Span]]:
+    """Sorted positions as runs, at most `most` of them at a time."""
+    cuts = [at for at, (one, two) in enumerate(pairwise(positions), 1) if two != one + 1]
+    borders = [0, *cuts, len(positions)]
+    runs = [Span(positions[start], positions[stop - 1] + 1) for start, stop in pairwise(borders)]
+    for first in range(0, len(runs), most):
+        yield runs[first : first + most]
+
+
+def _within(span: Span, start: int, stop: int) -> Span:
+    first = max(span.start, start)
+    return Span(first, max(first, min(span.stop, stop)))
+
+
+def _as_sequences(
+    runs: Sequence[Span], block_ids: Sequence[int], slots: torch.Tensor, positions: torch.Tensor
+) -> CommonAttentionMetadata:
+    """The batch in which each run is a sequence of its own over the same blocks."""
+    device = slots.device
+    starts = torch.tensor([0, *(len(run) for run in runs)], dtype=torch.int32).cumsum(0).int()
+    lengths = torch.tensor([run.stop for run in runs], dtype=torch.int32)
+    table = torch.tensor(block_ids, dtype=torch.int32, device=device)
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts,
+        seq_lens=lengths.to(device),
+        seq_lens_cpu_upper_bound=lengths,
+        num_reqs=len(runs),
+        num_actual_tokens=len(positions),
+        max_query_len=max(map(len, runs)),
+        max_seq_len=runs[-1].stop,
+        block_table_tensor=table.repeat(len(runs), 1),
+        slot_mapping=slots,
+        causal=True,
+        positions=positions,
+        is_prefilling=torch.ones(len(runs), dtype=torch.bool),
+    )

@@ -1,0 +1,377 @@
+"""The side in vLLM's worker: the store, and K/V on its way between it and vLLM's blocks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvboost.build import build_store
+from kvboost.config import Options
+from kvboost.connectors.vllm.blocks import BlockRows, PagedCache
+from kvboost.connectors.vllm.messages import (
+    Audit,
+    Bring,
+    Change,
+    Facts,
+    Load,
+    Report,
+    Save,
+    StepWork,
+    Verdict,
+)
+from kvboost.core import (
+    Anchor,
+    Entry,
+    FrameKey,
+    KVGeometry,
+    Namespace,
+    ReusePlan,
+    Rotation,
+    Span,
+)
+from kvboost.metrics import Metrics
+from kvboost.models.slots import SlotCache
+from kvboost.reuse.chunks import split
+from kvboost.reuse.keys import derive, namespace
+from kvboost.reuse.lookup import find
+from kvboost.reuse.place import assemble
+from kvboost.reuse.repair.base import Repair
+from kvboost.reuse.store import commit
+from kvboost.tiers.index import ChunkIndex
+
+if TYPE_CHECKING:
+    from kvboost.connectors.vllm.sparse import SparseModel
+
+log = logging.getLogger(__name__)
+
+AUDIT_TOKENS = 128  # computed at once: a request that comes meanwhile waits for no more
+IDLE_WAIT_S = 0.005  # for K/V on its way, when the model has nothing to compute
+
+
+@dataclass(frozen=True)
+class KVFacts:
+    """What placing K/V has to know of a model (the part of `CausalModel` that is used here)."""
+
+    fingerprint: bytes
+    geometry: KVGeometry
+    rotations: Mapping[int, Rotation | None]
+
+    def forward(self, slots: Any, tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Not here: vLLM's model is run by `SparseModel`."""
+        raise NotImplementedError
+
+
+class ReportedIndex(ChunkIndex):
+    """An index whose changes can be followed by a copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changes: deque[Change] = deque()
+
+    def add(self, entry: Entry, anchors_in_it: Iterable[Anchor] = ()) -> None:
+        """Make an entry findable."""
+        words = tuple(anchors_in_it)
+        super().add(entry, words)
+        self._changes.append(Change(entry.key, entry, words))
+
+    def remove(self, key: FrameKey) -> None:
+        """Forget an entry."""
+        super().remove(key)
+        self._changes.append(Change(key))
+
+    def take_changes(self) -> list[Change]:
+        """What has changed since this was asked before."""
+        return [self._changes.popleft() for _ in range(len(self._changes))]
+
+
+class WorkerSide:
+    """Loads, saves and repairs what the scheduler's side decided.
+
+    What needs the model runs in the step that brings it; the rest on two threads beside it.
+    """
+
+    def __init__(
+        self, options: Options, repairs: Mapping[float, Repair], cache: PagedCache
+    ) -> None:
+        self._options, self._repairs, self.cache = options, repairs, cache
+        self.metrics = Metrics()
+        self._index = ReportedIndex()
+        self._store = build_store(options, cache.geometry, self.metrics, self._index)
+        self._sparse: SparseModel | None = None
+        self._model = KVFacts(b"", cache.geometry, {})
+        self._is_first = True  # of the ranks
+        self._loader = ThreadPoolExecutor(1, "kvboost-load")
+        self._saver = ThreadPoolExecutor(1, "kvboost-save")
+        self._done = threading.Condition()
+        self._num_pending = 0
+        self._loaded: set[str] = set()
+        self._saved: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._saves: dict[str, Future[None]] = {}  # the latest one of each request
+        self._audits: deque[tuple[Audit, Iterator[Verdict | None]]] = deque()
+        self._report = Report()
+        on_cpu = cache.device.type == "cpu"
+        self._streams = [] if on_cpu else [torch.Stream(cache.device) for _ in range(2)]
+
+    def start(self, fingerprint: bytes, *, is_first: bool) -> None:
+        """Take the name of the model's K/V; the first rank speaks for all."""
+        self._model = KVFacts(fingerprint, self.cache.geometry, {})
+        self._is_first = is_first
+
+    def allow_moved(self, sparse: SparseModel, rotations: Mapping[int, Rotation | None]) -> None:
+        """Take the model to repair moved text with."""
+        self._sparse = sparse
+        self._model = KVFacts(self._model.fingerprint, self.cache.geometry, rotations)
+
+    def facts(self, move_refusal: str) -> Facts:
+        """For the scheduler's side."""
+        return Facts(
+            fingerprint=self._model.fingerprint,
+            refusal="",
+            move_refusal=move_refusal,
+            must_bring=self._store.tiers.is_shared,
+            changes=tuple(self._index.take_changes()),
+        )
+
+    def begin_step(self, work: StepWork) -> None:
+        """Start what was decided; loads that compute are done when this returns."""
+        for bring in work.brings:
+            self._submit(self._loader, self._bring, bring)
+        for load in work.loads:
+            if load.is_exact:
+                self._submit(self._loader, self._load, load)
+            else:
+                self._load_moved(load)
+        for audit in work.audits:
+            self._audits.append((audit, self._audit(audit)))
+        if work.is_idle and self._audits:
+            self._go_on_with_audit()
+
+    def before_attention(self, layer_name: str) -> None:
+        """A layer has written its K/V and attention is about to read it."""
+        if self._sparse is not None:
+            self._sparse.before_attention(layer_name)
+
+    def end_step(self, work: StepWork) -> None:
+        """The step's K/V is written: save what was decided."""
+        for save in work.saves:
+            self._start_saving(save)
+
+    def wait_for_saves(self, request_ids: Iterable[str]) -> None:
+        """Before the blocks of requests are taken away from them."""
+        for request_id in request_ids:
+            if request_id in self._saves:
+                self._saves[request_id].result()
+
+    def take_finished(self, work: StepWork | None) -> tuple[set[str], set[str]]:
+        """Requests whose blocks are saved, and whose blocks are loaded or given up."""
+        with self._done:
+            if work is not None and work.is_idle and self._num_pending and not self._has_news:
+                self._done.wait(IDLE_WAIT_S)
+            saved, self._saved = self._saved, set()
+            loaded, self._loaded = self._loaded, set()
+        for request_id in saved:
+            self._saves.pop(request_id, None)
+        return saved, loaded
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks that were promised and could not be filled."""
+        with self._done:
+            failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_report(self) -> Report | None:
+        """News for the scheduler's side."""
+        with self._done:
+            report, self._report = self._report, Report()
+        report.changes = self._index.take_changes()
+        is_empty = not (report.changes or report.brought or report.verdicts)
+        return None if is_empty or not self._is_first else report
+
+    def close(self) -> None:
+        """Finish what was begun."""
+        self._loader.shutdown(cancel_futures=True)
+        self._saver.shutdown()
+        self._store.tiers.close()
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._saved or self._loaded or self._report.brought)
+
+    def _submit(
+        self, threads: ThreadPoolExecutor, work: Callable[..., None], *arguments: Any
+    ) -> Future[None]:
+        with self._done:
+            self._num_pending += 1
+        return threads.submit(self._carry_out, work, *arguments)
+
+    def _carry_out(self, work: Callable[..., None], *arguments: Any) -> None:
+        try:
+            with torch.inference_mode():
+                work(*arguments)
+        finally:
+            with self._done:
+                self._num_pending -= 1
+                self._done.notify_all()
+
+    def _bring(self, bring: Bring) -> None:
+        try:
+            space = self._space(bring.tenant)
+            chunks = split(bring.tokens, self._options.chunk_size)
+            keys = derive(chunks, space)
+            patience = self._store.tiers.patience()
+            self._store.bring_prefix(keys, patience)
+            if bring.reuse == "auto":
+                known = find(chunks, keys, self._index).num_reused
+                rest = np.asarray(bring.tokens[known:], dtype="<u4")
+                self._store.bring_moved(rest, space, patience)
+        except Exception:
+            log.exception("what tiers have of a prompt could not be brought")
+        finally:
+            with self._done:
+                self._report.brought.append(bring.request_id)
+
+    def _load(self, load: Load) -> None:
+        """Fill blocks with exact K/V, as far as it can be had."""
+        stop = load.start
+        try:
+            plan = load.plan if self._is_first else self._own_plan(load)
+            rows = BlockRows(self.cache, load.block_ids)
+            with self._stream(0):
+                placed = assemble(plan, rows, self._model, self._store, self._space(load.tenant))
+            self._store.forget(placed.lost)
+            stop = placed.plan.matches[-1].span.stop if placed.plan.matches else load.start
+        except Exception:
+            log.exception("K/V could not be loaded, and is computed instead")
+        finally:
+            with self._done:
+                self._fail_from(stop, load)
+                self._loaded.add(load.request_id)
+
+    def _load_moved(self, load: Load) -> None:
+        """Fill rows with what was read elsewhere, and compute what it takes to make that right."""
+        assert self._sparse is not None
+        try:
+            rows = SlotCache(self.cache.geometry, load.stop, self.cache.device)
+            space = self._space(load.tenant)
+            placed = assemble(load.plan, rows, self._model, self._store, space)
+            self._store.forget(placed.lost)
+            rows.length = load.stop
+            blocks = BlockRows(self.cache, load.block_ids)
+            for run in placed.plan.runs:
+                blocks.write(run.span, rows.read(run.span))
+            live = _positions(placed.plan.live, load.start, load.stop)
+            positions = sorted({*load.repaired, *live})
+            self._sparse.forward(
+                [load.tokens[position] for position in positions],
+                positions,
+                load.block_ids,
+                correction=(rows, self._repairs[load.ratio].corrected(placed.plan)),
+            )
+        except Exception:
+            log.exception("moved text could not be used, and is computed instead")
+            self._fail_from(load.start, load)
+
+    def _fail_from(self, stop: int, load: Load) -> None:
+        """Give up the blocks of a load in which not all rows are filled."""
+        size = self.cache.block_size
+        if stop < load.stop:
+            self._failed_blocks.update(load.block_ids[stop // size : -(-load.stop // size)])
+
+    def _start_saving(self, save: Save) -> None:
+        event = torch.accelerator.current_stream().record_event() if self._streams else None
+        self._saves[save.request_id] = self._submit(self._saver, self._save, save, event)
+
+    def _save(self, save: Save, written: torch.Event | None) -> None:
+        try:
+            space = self._space(save.tenant)
+            chunks = split(save.tokens, self._options.chunk_size)
+            rows = BlockRows(self.cache, save.block_ids)
+            with self._stream(1, written):
+                commit(rows, chunks, derive(chunks, space), space, self._store)
+        except Exception:
+            log.exception("K/V could not be saved")
+        finally:
+            if save.is_last:
+                with self._done:
+                    self._saved.add(save.request_id)
+
+    @contextmanager
+    def _stream(self, number: int, after: torch.Event | None = None) -> Iterator[None]:
+        """Copies of a thread, on a GPU beside the model's work; done when it ends."""
+        if not self._streams:
+            yield
+            return
+        stream = self._streams[number]
+        if after is not None:
+            stream.wait_event(after)
+        with stream:
+            yield
+        stream.synchronize()
+
+    def _go_on_with_audit(self) -> None:
+        audit, steps = self._audits[0]
+        verdict: Verdict | None = None
+        try:
+            verdict = next(steps)
+        except Exception:
+            log.exception("an audit did not come to its end")
+            verdict = Verdict(audit.request_id)
+        if verdict is None:
+            return
+        self._audits.popleft()
+        self._report.verdicts.append(verdict)
+        is_exact = verdict.kl is not None
+        tokens = audit.tokens[: -1 if is_exact else audit.exact_stop]
+        self._start_saving(
+            Save(audit.request_id, tokens, audit.tenant, audit.block_ids, is_last=True)
+        )
+
+    def _audit(self, audit: Audit) -> Iterator[Verdict | None]:
+        """Compute an answer's logits on the rows it was made from, then on rows computed in full.
+
+        Step by step; the rows are exact afterwards.
+        """
+        assert self._sparse is not None
+        tokens, first, stop = audit.tokens, audit.num_prompt - 1, len(audit.tokens) - 1
+        answer, count = range(first, stop), stop - first
+
+        def logits() -> torch.Tensor:
+            assert self._sparse is not None
+            rest = tokens[first:stop]
+            return self._sparse.forward(rest, answer, audit.block_ids, num_logits=count).float()
+
+        reused = logits().log_softmax(-1)
+        for start in range(audit.exact_stop, first, AUDIT_TOKENS):
+            piece = range(start, min(start + AUDIT_TOKENS, first))
+            self._sparse.forward(tokens[start : piece.stop], piece, audit.block_ids)
+            yield None
+        full = logits().log_softmax(-1)
+        kl = (full.exp() * (full - reused)).sum(-1).clamp_min(0).mean()
+        same = (full.argmax(-1) == reused.argmax(-1)).float().mean()
+        yield Verdict(audit.request_id, float(kl), float(same))
+
+    def _own_plan(self, load: Load) -> ReusePlan:
+        """What this rank has of a prompt, by its own keys."""
+        chunks = split(load.tokens, self._options.chunk_size)
+        found = find(chunks, derive(chunks, self._space(load.tenant)), self._index)
+        rest = [m.from_position(load.start) for m in found.matches if m.span.stop > load.start]
+        return ReusePlan(len(load.tokens), tuple(m for m in rest if m.span.start < load.stop))
+
+    def _space(self, tenant: str) -> Namespace:
+        return namespace(self._model.fingerprint, tenant, None)
+
+
+def _positions(spans: Iterable[Span], start: int, stop: int) -> Iterator[int]:
+    """Positions of spans within [start, stop)."""
+    for span in spans:
+        yield from range(max(span.start, start), min(span.stop, stop))
