@@ -31,7 +31,7 @@ examples *arguments:
 
 # Unit tests: seconds
 test:
-    {{python}} -m pytest -q -m 'not tiny and not model and not servers'
+    {{python}} -m pytest -q -m 'not tiny and not model and not servers and not vllm'
 
 # Shared tiers with real servers (redis-server, mooncake_master): a minute
 test-servers:
@@ -45,9 +45,13 @@ parity:
 test-models:
     {{python}} -m pytest -q -m model
 
+# The connector inside real vLLM servers; KVBOOST_VLLM_PYTHON names a Python that has vLLM
+vllm *arguments:
+    {{python}} -m pytest -q -m vllm {{arguments}}
+
 # What CI runs
 check: lint
-    {{python}} -m pytest -q
+    {{python}} -m pytest -q -m 'not vllm'
 
 # Write the generated docs, the Grafana dashboard and the pictures of the terminal
 docs:

@@ -72,13 +72,15 @@ class VllmServer:
         }
         environment.pop("OMP_NUM_THREADS", None)
         self.log = log
-        self._process = subprocess.Popen(
-            command,
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+        self._read_bytes = 0  # of the log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600)
         try:
             self._wait()
@@ -143,8 +145,10 @@ class VllmServer:
         """As a machine that fails."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._client.close()
 
     def stop(self) -> None:
+        self._client.close()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -159,20 +163,19 @@ class VllmServer:
         self.stop()
 
     def _new_log(self) -> str:
-        size = getattr(self, "_read_bytes", 0)
-        text = self.log.read_text()
-        self._read_bytes = len(text)
-        return text[size:]
+        text = self.log.read_bytes()[self._read_bytes :]
+        self._read_bytes += len(text)
+        return text.decode(errors="replace")
 
     def _wait(self) -> None:
         until = time.monotonic() + START_S
         while time.monotonic() < until:
             if self._process.poll() is not None:
-                raise RuntimeError("vLLM has ended:\n" + self.log.read_text()[-3000:])
+                raise RuntimeError("vLLM has ended:\n" + self.log.read_text()[-20_000:])
             try:
                 if self._client.get("/health").status_code == 200:
                     return
             except httpx.TransportError:
                 pass
             time.sleep(0.2)
-        raise RuntimeError("vLLM did not start:\n" + self.log.read_text()[-3000:])
+        raise RuntimeError("vLLM did not start:\n" + self.log.read_text()[-20_000:])

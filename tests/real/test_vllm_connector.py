@@ -1,0 +1,261 @@
+"""The connector inside a real vLLM, started by the tests: `just vllm`.
+
+vLLM wants a Python of its own, which KVBOOST_VLLM_PYTHON names.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import torch
+from transformers import AutoTokenizer
+
+from conftest import real_model
+from kvboost import KVBoost
+from material import stream
+from servers import redis_server
+from vllm_server import Reply, VllmServer
+
+pytestmark = pytest.mark.vllm
+
+NUM_NEW = 8
+LENGTH = 320  # tokens of a prompt: two chunks and a half
+DOCUMENT = 160  # tokens of a text that moves
+
+Start = Callable[..., VllmServer]
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    return real_model("SmolLM2-135M-Instruct")
+
+
+@pytest.fixture(scope="module")
+def start(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts servers in fp32, where equal K/V makes equal texts; ends those that are left."""
+    python = os.environ.get("KVBOOST_VLLM_PYTHON")
+    if not python:
+        pytest.fail("set KVBOOST_VLLM_PYTHON to a Python that has vLLM (docs/vllm.md)")
+    folder, started = tmp_path_factory.mktemp("vllm"), []
+
+    def start_one(connector: dict[str, Any] | None = None, *arguments: str) -> VllmServer:
+        log = folder / f"{len(started)}.log"
+        common = ("--max-model-len", "2048", "--max-num-batched-tokens", "2048", *arguments)
+        server = VllmServer(
+            python, model, log, connector=connector, dtype="float32", arguments=common
+        )
+        started.append(server)
+        return server
+
+    yield start_one
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def words(model: str) -> Any:
+    return AutoTokenizer.from_pretrained(model)
+
+
+@pytest.fixture(scope="module")
+def alone(start: Start) -> VllmServer:
+    """What vLLM answers without us."""
+    return start()
+
+
+def prompts(words: Any, count: int, first: int = 0, length: int = LENGTH) -> list[list[int]]:
+    return [stream(words, length, seed) for seed in range(first, first + count)]
+
+
+def texts(server: VllmServer, asked: Sequence[Sequence[int]], **how: Any) -> list[str]:
+    return [server.complete(tokens, most=NUM_NEW, **how).text for tokens in asked]
+
+
+def rag(words: Any, number: int, order: Sequence[int]) -> list[int]:
+    """A prompt of documents in some order, and a question."""
+    found = [stream(words, DOCUMENT, 1000 + number * 10 + each) for each in order]
+    question = words(f"\n\nQuestion {number}: what is said above?\nAnswer:").input_ids
+    return [*(token for document in found for token in document), *question]
+
+
+def test_greedy_texts_are_those_of_vllm_alone(start: Start, alone: VllmServer, words: Any) -> None:
+    """50 of 50, as they are first read and from our memory."""
+    asked = prompts(words, 50)
+    expected = texts(alone, asked)
+    with start({}) as server:
+        assert texts(server, asked) == expected
+        server.forget()
+        warm = [server.complete(tokens, most=NUM_NEW) for tokens in asked]
+        assert [each.text for each in warm] == expected
+        assert all(each.kvboost["exact_tokens"] == LENGTH - 1 for each in warm)
+        assert server.counters()["exact_tokens_total"] == 50 * (LENGTH - 1)
+
+
+def test_a_store_is_shared_and_outlives_vllm(start: Start, alone: VllmServer, words: Any) -> None:
+    asked = prompts(words, 4, first=100)
+    expected = texts(alone, asked)
+    with redis_server() as shared:
+        url = {"cache_url": f"redis://127.0.0.1:{shared.port}", "tier_deadline_ms": 20_000}
+        first = start(url)
+        assert texts(first, asked[:2]) == expected[:2]
+        first.forget()  # and with it everything is computed and on its way
+        second = start(url)
+        wait_for_keys(shared.port, 2 * 3)
+        beside = [second.complete(tokens, most=NUM_NEW) for tokens in asked[:2]]
+        assert [each.text for each in beside] == expected[:2]
+        assert all(each.kvboost["exact_tokens"] > LENGTH - 64 for each in beside)
+        texts(second, asked[2:])
+        second.stop()
+        first.kill()
+        with start(url) as third:
+            after = [third.complete(tokens, most=NUM_NEW) for tokens in asked]
+            assert [each.text for each in after] == expected
+            assert all(each.kvboost["exact_tokens"] > LENGTH - 64 for each in after)
+
+
+def test_transformers_and_vllm_share_a_store(start: Start, model: str, words: Any) -> None:
+    ours, theirs = prompts(words, 2, first=200)
+    with redis_server() as shared:
+        url = {"cache_url": f"redis://127.0.0.1:{shared.port}", "tier_deadline_ms": 20_000}
+        engine = KVBoost.from_pretrained(model, dtype=torch.float32, **url)
+        engine.generate(ours, max_new_tokens=1)
+        assert engine.flush()
+        with start(url) as server:
+            cold = server.complete(ours, most=1, reuse="off", salt="cold", logprobs=-1)
+            crossed = server.complete(ours, most=1, logprobs=-1)
+            assert crossed.kvboost["exact_tokens"] == LENGTH - 1
+            assert divergence(cold, crossed) < 1e-6
+            server.complete(theirs, most=1)
+        wait_for_keys(shared.port, 2 * 3)
+        fresh = KVBoost.from_pretrained(model, dtype=torch.float32, **url)
+        found = fresh.generate(theirs, max_new_tokens=NUM_NEW)
+        plain = fresh.generate(theirs, max_new_tokens=NUM_NEW, reuse="off")
+        assert found.cached_tokens == LENGTH - 1
+        assert found.output_text == plain.output_text
+        for each in (engine, fresh):
+            each.close()
+
+
+def test_faults_of_tiers_fail_no_request(
+    start: Start, alone: VllmServer, words: Any, tmp_path: Path
+) -> None:
+    """Redis killed, frames spoiled, the disk full, vLLM killed: 100 of 100 answers are right."""
+    asked = prompts(words, 20, first=300)
+    expected = texts(alone, asked)
+    disk = small_disk(tmp_path, 8)
+    try:
+        with redis_server() as shared:
+            options = {
+                "cache_url": f"{disk.as_uri()} redis://127.0.0.1:{shared.port}",
+                "max_cache_bytes": 40 * 2**20,  # a third of what is asked for
+                "tier_deadline_ms": 300,
+            }
+            server = start(options)
+            assert texts(server, asked) == expected
+            spoil(shared.port)
+            server.forget()
+            assert texts(server, asked) == expected
+            shared.kill()
+            server.forget()
+            assert texts(server, asked) == expected
+            server.kill()
+            shared.start()
+            server = start(options)
+            assert texts(server, asked) == expected
+            server.forget()
+            assert texts(server, asked) == expected
+            counted = server.counters()
+            assert counted["exact_tokens_total"] > 0
+            server.stop()
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_nothing_approximate_is_served_to_plain_requests(
+    start: Start, alone: VllmServer, words: Any
+) -> None:
+    """200 times a request that may reuse moved text, then the same prompt without."""
+    cases = [(number, order) for number in range(25) for order in ((0, 1), (1, 0))]
+    asked = [rag(words, number, order) for number, order in cases]
+    expected = dict(zip(map(tuple, asked), texts(alone, asked), strict=True))
+    with start({"quality_budget": 100.0, "audit_ratio": 1.0}) as server:
+        approximate = 0
+        for turn in range(4):
+            for tokens in asked if turn % 2 == 0 else reversed(asked):
+                moved = server.complete(tokens, most=NUM_NEW, reuse="auto")
+                approximate += moved.kvboost["provenance"] == "approximate"
+                plain = server.complete(tokens, most=NUM_NEW)
+                assert plain.kvboost["provenance"] == "exact"
+                assert plain.text == expected[tuple(tokens)]
+            server.forget()
+        assert approximate >= 25, "nothing moved was reused, so this shows nothing"
+
+
+def test_crowded_blocks_change_no_text(start: Start, alone: VllmServer, words: Any) -> None:
+    """Many at once with few blocks: requests are preempted while they load and save."""
+    asked = [rag(words, number, (0, 1, 2)) for number in range(50, 58)]
+    turned = [rag(words, number, (2, 0, 1)) for number in range(50, 58)]
+    everything = [*asked, *turned] * 2
+    expected = texts(alone, everything)
+    with start({}, "--num-gpu-blocks-override", "24", "--max-num-seqs", "8") as server:
+
+        def ask(number: int) -> Reply:
+            reuse = "auto" if number % 3 == 0 else None
+            return server.complete(everything[number], most=NUM_NEW, reuse=reuse)
+
+        with ThreadPoolExecutor(12) as callers:
+            replies = list(callers.map(ask, range(len(everything))))
+        exact = [n for n, reply in enumerate(replies) if reply.kvboost["provenance"] == "exact"]
+        assert len(exact) >= len(everything) // 2
+        assert [replies[n].text for n in exact] == [expected[n] for n in exact]
+        server.forget()  # all blocks came back
+
+
+def test_a_wrong_option_ends_the_start_with_a_hint(start: Start) -> None:
+    with pytest.raises(RuntimeError, match="did you mean 'cache_url'"):
+        start({"cache_urls": "redis://127.0.0.1:1"})
+
+
+def divergence(cold: Reply, other: Reply) -> float:
+    """KL of the first token's distribution, in nats, over the whole vocabulary."""
+    (p,), (q,) = cold.logprobs, other.logprobs
+    ids = sorted(p)
+    left, right = (torch.tensor([each[i] for i in ids], dtype=torch.float64) for each in (p, q))
+    return float((left.exp() * (left - right)).sum())
+
+
+def wait_for_keys(port: int, count: int) -> None:
+    """Until so many frames are in Redis: they are written behind answers."""
+    client = redis.Redis(port=port)
+    for _ in range(200):
+        if sum(1 for key in client.scan_iter(count=1000) if client.strlen(key) > 4096) >= count:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the frames did not arrive")
+
+
+def spoil(port: int) -> None:
+    """Change a byte in the middle of everything that Redis holds."""
+    client = redis.Redis(port=port)
+    keys = list(client.scan_iter(count=1000))
+    assert keys
+    for key in keys:
+        length = client.strlen(key)
+        client.setrange(key, length // 2, b"\x5a")
+
+
+def small_disk(folder: Path, megabytes: int) -> Path:
+    disk = folder / "disk"
+    disk.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", disk])
+    if made.returncode:
+        pytest.skip("mounting a small file system is not allowed here")
+    return disk
