@@ -25,6 +25,7 @@ import footprint
 import found
 import fuzz
 import identity
+import inside_vllm
 import isolation
 import kvbytes
 import lookup
@@ -68,6 +69,7 @@ QUESTIONS = {
     "soak": soak,
     "fuzz": fuzz,
     "streaming": streaming,
+    "vllm": inside_vllm,
 }
 
 

@@ -123,6 +123,21 @@ class VllmServer:
             seconds=seconds,
         )
 
+    def stream(self, tokens: Sequence[int], most: int, reuse: str | None) -> tuple[float, str]:
+        """Seconds until the first token was there, and the whole text."""
+        body: dict[str, Any] = {"model": "m", "prompt": list(tokens), "max_tokens": most}
+        body |= {"temperature": 0, "ignore_eos": True, "stream": True}
+        if reuse is not None:
+            body["kv_transfer_params"] = {"kvboost": {"reuse": reuse}}
+        first, texts, started = 0.0, [], time.perf_counter()
+        with self._client.stream("POST", "/v1/completions", json=body) as response:
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                first = first or time.perf_counter() - started
+                texts += [each["text"] for each in json.loads(line[6:])["choices"]]
+        return first, "".join(texts)
+
     def forget(self) -> None:
         """Empty vLLM's own prefix cache, once all requests have given their blocks back."""
         for _ in range(200):

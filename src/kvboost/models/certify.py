@@ -6,7 +6,7 @@ with the model's own forward, and the rotation of every cached tensor is fitted 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,7 +59,7 @@ def measure_geometry(model: PreTrainedModel) -> KVGeometry:
     Raises:
         UnsupportedModel: a layer keeps something other than K and V.
     """
-    cached = list(_cached_tensors(model, probe_tokens(model)[:1, None], position=0))
+    cached = list(cached_tensors(model, probe_tokens(model)[:1, None], [0]))
     shapes: dict[tuple[int, int], list[int]] = {}
     for plane, tensor in cached:
         shapes.setdefault((tensor.shape[1], tensor.shape[3]), []).append(plane)
@@ -169,10 +169,10 @@ def measure_rotations(model: PreTrainedModel, geometry: KVGeometry) -> Rotations
     position through the rotary embedding and nothing else.
     """
     tokens = probe_tokens(model)[:8, None]
-    home = dict(_cached_tensors(model, tokens, position=0))
+    home = dict(cached_tensors(model, tokens, [0]))
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1024
     positions = [p for p in ROTATION_POSITIONS if p < longest]
-    away = {p: dict(_cached_tensors(model, tokens, position=p)) for p in positions}
+    away = {p: dict(cached_tensors(model, tokens, [p])) for p in positions}
     return fit_rotations(home, away, rotary_frequencies(model), geometry.dtype)
 
 
@@ -223,13 +223,13 @@ def position_limit(model: PreTrainedModel) -> int | None:
     return None
 
 
-def _cached_tensors(
-    model: PreTrainedModel, tokens: torch.Tensor, position: int
+def cached_tensors(
+    model: PreTrainedModel, tokens: torch.Tensor, positions: Sequence[int]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(plane, tensor) for all that the model caches of one-token sequences at `position`."""
+    """(plane, tensor) for all that the model caches of sequences [batch, len(positions)]."""
     cache = DynamicCache(config=model.config)
-    positions = torch.full_like(tokens, position)
-    model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
+    places = torch.tensor(positions, device=tokens.device).expand_as(tokens)
+    model(input_ids=tokens, position_ids=places, past_key_values=cache, use_cache=True)
     for layer, content in enumerate(cache.layers):
         if not hasattr(content, "keys"):
             raise UnsupportedModel(f"layer {layer} keeps a recurrent state, not K/V")

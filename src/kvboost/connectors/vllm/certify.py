@@ -21,6 +21,10 @@ from kvboost.models.certify import (
 )
 
 NUM_ROTATED = 4  # tokens whose keys are turned
+NUM_KNOWN = 16  # tokens whose K/V is compared with that of Transformers
+# Relative error of what a layer caches, between two engines that round in their own ways. Another
+# order of heads or dims, or another rotation, is off by about 1.
+KNOWN_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.15}
 
 
 def check_round_trip(cache: PagedCache, block_ids: Sequence[int]) -> None:
@@ -47,7 +51,7 @@ def check_sparse_prefill(
     Raises:
         UnsupportedModel: what comes out differs by more than rounding.
     """
-    tokens = _probe_tokens(vocabulary, NUM_PROBE_TOKENS)
+    tokens = probe_tokens(vocabulary, NUM_PROBE_TOKENS)
     whole = range(NUM_PROBE_TOKENS)
     wanted = sparse.forward(tokens, whole, block_ids, num_logits=NUM_PROBE_TOKENS).float()
     again = sorted({*whole[2::5], *whole[20:33], *whole[-3:]})
@@ -73,7 +77,7 @@ def measure_rotations(
     longest: int,
 ) -> Rotations:
     """How the keys in vLLM's blocks turn with position."""
-    tokens = _probe_tokens(vocabulary, NUM_ROTATED)
+    tokens = probe_tokens(vocabulary, NUM_ROTATED)
     positions = [position for position in ROTATION_POSITIONS if position < longest]
     planes = {
         position: torch.cat([sparse.alone(token, position, 1) for token in tokens], dim=2)
@@ -83,7 +87,28 @@ def measure_rotations(
     return fit_rotations(dict(enumerate(planes[0])), away, frequencies, cache.geometry.dtype)
 
 
-def _probe_tokens(vocabulary: int, count: int) -> list[int]:
+def check_known(
+    sparse: SparseModel, cache: PagedCache, tokens: Sequence[int], planes: torch.Tensor
+) -> None:
+    """Compare what vLLM caches of tokens with what Transformers does.
+
+    Raises:
+        UnsupportedModel: it is something else, so that neither can use what the other has stored.
+    """
+    sparse.forward(tokens, range(len(tokens)), [1])
+    (ours,) = BlockRows(cache, [1]).read(Span(0, len(tokens)))
+    wanted = planes.float()
+    errors = (ours.float() - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
+    if not errors.max() <= KNOWN_TOLERANCE[cache.geometry.dtype]:
+        plane = int(errors.argmax())
+        raise UnsupportedModel(
+            f"vLLM's {'KV'[plane % 2]} of layer {plane // 2} is not that of Transformers "
+            f"(relative difference {float(errors.max()):.2g})"
+        )
+
+
+def probe_tokens(vocabulary: int, count: int) -> list[int]:
+    """Tokens to measure with, the same on every machine."""
     generator = torch.Generator().manual_seed(0)
     picked: list[int] = torch.randint(5, vocabulary - 1, (count,), generator=generator).tolist()
     return picked

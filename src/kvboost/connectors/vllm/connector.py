@@ -23,9 +23,12 @@ from kvboost.build import build_repairs
 from kvboost.config import Options, hint, make_options
 from kvboost.connectors.vllm.blocks import PagedCache
 from kvboost.connectors.vllm.certify import (
+    NUM_KNOWN,
+    check_known,
     check_round_trip,
     check_sparse_prefill,
     measure_rotations,
+    probe_tokens,
 )
 from kvboost.connectors.vllm.messages import Facts, Report, StepWork
 from kvboost.connectors.vllm.scheduler_side import SchedulerSide
@@ -184,24 +187,24 @@ class KVBoostConnector(KVConnectorBase_V1):
         """Learn how blocks are laid out, find out which model it is, and open the store."""
         try:
             self._worker = self._make_worker(sorted(kv_caches, key=extract_layer_index))
-        except UnsupportedModel as error:
-            self._refusal = str(error)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a model or back end does that was not foreseen
+            self._refusal = str(error) or repr(error)
         self._move_refusal = (
             "the model is out of reach; start vLLM with "
             "--worker-cls kvboost.connectors.vllm.worker.KVBoostWorker"
         )
 
     def attach_model(self, model: torch.nn.Module) -> None:
-        """Certify vLLM's model for moved text (`kvboost.connectors.vllm.worker`)."""
+        """Certify vLLM's model for moved text, and for K/V that Transformers has stored."""
         if self._worker is None:
             return
         try:
-            sparse, rotations = self._certified(model)
-        except UnsupportedModel as error:
-            self._move_refusal = str(error)
-        else:
-            self._worker.allow_moved(sparse, rotations)
+            self._certify(model, self._worker)
             self._move_refusal = ""
+        except Exception as error:
+            self._move_refusal = str(error) or repr(error)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
         """What this worker found out."""
@@ -318,11 +321,11 @@ class KVBoostConnector(KVConnectorBase_V1):
         check_round_trip(cache, self._scratch_blocks)
         self._identity = self._identify(cache.geometry)
         rank, size = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
-        name = self._identity.fingerprint
-        if size > 1:  # a rank has some of the heads, which are no use to others
-            name = sha256(name + f"rank {rank} of {size}".encode()).digest()
-        worker = WorkerSide(self._options, self._repairs, cache)
-        worker.start(name, is_first=rank == 0)
+        # A rank has some of the heads, which are no use to others; and K/V that was not compared
+        # with that of Transformers must not pass for it.
+        shard = f"vllm, rank {rank} of {size}".encode()
+        worker = WorkerSide(self._options, self._repairs, cache, is_first=rank == 0)
+        worker.name_model(sha256(self._identity.fingerprint + shard).digest())
         return worker
 
     def _identify(self, geometry: KVGeometry) -> Identity:
@@ -334,32 +337,37 @@ class KVBoostConnector(KVConnectorBase_V1):
                 model.model,
                 model.dtype,
                 KVGeometry(geometry.num_layers, (whole,), geometry.dtype, geometry.itemsize),
+                self._probe,
                 revision=model.revision,
                 trust_remote_code=model.trust_remote_code,
                 cache_dir=self._vllm_config.load_config.download_dir,
             )
+        except UnsupportedModel:
+            raise
         except Exception as error:
             raise UnsupportedModel(f"Transformers cannot load {model.model}: {error}") from error
 
-    def _certified(self, model: torch.nn.Module) -> tuple[SparseModel, Any]:
-        worker, identity = self._worker, self._identity
-        assert worker is not None
+    def _certify(self, model: torch.nn.Module, worker: WorkerSide) -> None:
+        identity, config, cache = self._identity, self._vllm_config, worker.cache
         assert identity is not None
-        config = self._vllm_config
         if config.parallel_config.tensor_parallel_size > 1:
             raise UnsupportedModel("moved text is repaired on one rank only (tensor parallel)")
         if config.model_config.uses_mrope:
             raise UnsupportedModel("its positions have several dimensions")
-        sparse = SparseModel(model, worker.cache, config)
+        sparse = SparseModel(model, cache, config)
         vocabulary = config.model_config.get_vocab_size()
-        check_sparse_prefill(sparse, worker.cache, vocabulary, self._scratch_blocks)
+        check_sparse_prefill(sparse, cache, vocabulary, self._scratch_blocks)
+        check_known(sparse, cache, self._probe, identity.planes)
+        worker.name_model(identity.fingerprint)
         longest = config.model_config.max_model_len
-        rotations = measure_rotations(
-            sparse, worker.cache, vocabulary, identity.frequencies, longest
-        )
+        rotations = measure_rotations(sparse, cache, vocabulary, identity.frequencies, longest)
         if rotations.refusal:
             raise UnsupportedModel(rotations.refusal)
-        return sparse, rotations.planes
+        worker.allow_moved(sparse, rotations.planes)
+
+    @property
+    def _probe(self) -> list[int]:
+        return probe_tokens(self._vllm_config.model_config.get_vocab_size(), NUM_KNOWN)
 
     @property
     def _scratch_blocks(self) -> list[int]:

@@ -29,7 +29,7 @@ from kvboost.connectors.vllm.messages import (
     StepWork,
     Verdict,
 )
-from kvboost.core import ReuseMode, ReusePlan
+from kvboost.core import Chunk, Namespace, ReuseMode, ReusePlan
 from kvboost.errors import ConfigError
 from kvboost.policy.cost import MOVED_GAIN, CostModel, Work
 from kvboost.policy.guard import QualityGuard
@@ -147,10 +147,11 @@ class SchedulerSide:
         reuse = _asked_for(request.kv_transfer_params, self._options.reuse)
         if reuse == "off":
             return
-        known = _Known(reuse, request.cache_salt or "", waits=self._facts.must_bring)
+        known = _Known(reuse, request.cache_salt or "")
         self._known[request.request_id] = known
-        if known.waits:
-            tokens = list(request.all_token_ids)
+        tokens = list(request.all_token_ids)
+        if self._facts.must_bring and not self._has_all(tokens, known):
+            known.waits = True
             self._work.brings.append(Bring(request.request_id, tokens, known.tenant, known.reuse))
 
     def match(self, request: VLLMRequest, num_local: int) -> tuple[int | None, bool]:
@@ -171,9 +172,7 @@ class SchedulerSide:
             return 0, False
         known.to_load = (num_local, stop, plan)
         if plan.moved:
-            first = plan.moved[0].start
-            known.exact_stop = first if known.exact_stop is None else min(first, known.exact_stop)
-            self._set_apart(request, known.exact_stop)
+            self._set_apart(request, plan.moved[0].start)
         return stop - num_local, not plan.moved
 
     def allocated(self, request: VLLMRequest, num_external: int) -> None:
@@ -183,6 +182,9 @@ class SchedulerSide:
             return
         (start, stop, plan), tokens = known.to_load, list(request.all_token_ids)
         known.to_load, known.loads = None, not plan.moved
+        if plan.moved:
+            first = plan.moved[0].start
+            known.exact_stop = first if known.exact_stop is None else min(first, known.exact_stop)
         repair = self._repairs.get(known.ratio)
         load = Load(
             request_id=request.request_id,
@@ -267,13 +269,22 @@ class SchedulerSide:
         """Whether blocks will be given back soon."""
         return bool(self._audited)
 
+    def _has_all(self, tokens: Sequence[int], known: _Known) -> bool:
+        """Whether nothing that others might have stored would help."""
+        return len(tokens) - self._exact(tokens, known)[0].num_reused < LEAST_TOKENS
+
+    def _exact(
+        self, tokens: Sequence[int], known: _Known
+    ) -> tuple[ReusePlan, list[Chunk], Namespace]:
+        space = namespace(self._facts.fingerprint, known.tenant, None)
+        chunks = split(tokens, self._options.chunk_size)
+        return find(chunks, derive(chunks, space), self._index), chunks, space
+
     def _find(
         self, tokens: Sequence[int], num_local: int, known: _Known
     ) -> tuple[ReusePlan, float]:
         """What of a prompt is worth taking from the store, and how much of it to repair."""
-        space = namespace(self._facts.fingerprint, known.tenant, None)
-        chunks = split(tokens, self._options.chunk_size)
-        whole = find(chunks, derive(chunks, space), self._index)
+        whole, chunks, space = self._exact(tokens, known)
         exact = _after(whole, num_local)
         allowance = self.guard.terms(known.tenant)
         if known.reuse != "auto" or self._facts.move_refusal or not allowance.allows_moved:

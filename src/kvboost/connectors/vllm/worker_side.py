@@ -100,15 +100,21 @@ class WorkerSide:
     """
 
     def __init__(
-        self, options: Options, repairs: Mapping[float, Repair], cache: PagedCache
+        self,
+        options: Options,
+        repairs: Mapping[float, Repair],
+        cache: PagedCache,
+        *,
+        is_first: bool = True,
     ) -> None:
+        """`is_first` of the ranks, which speaks for all."""
         self._options, self._repairs, self.cache = options, repairs, cache
         self.metrics = Metrics()
         self._index = ReportedIndex()
         self._store = build_store(options, cache.geometry, self.metrics, self._index)
         self._sparse: SparseModel | None = None
         self._model = KVFacts(b"", cache.geometry, {})
-        self._is_first = True  # of the ranks
+        self._is_first = is_first
         self._loader = ThreadPoolExecutor(1, "kvboost-load")
         self._saver = ThreadPoolExecutor(1, "kvboost-save")
         self._done = threading.Condition()
@@ -122,10 +128,9 @@ class WorkerSide:
         on_cpu = cache.device.type == "cpu"
         self._streams = [] if on_cpu else [torch.Stream(cache.device) for _ in range(2)]
 
-    def start(self, fingerprint: bytes, *, is_first: bool) -> None:
-        """Take the name of the model's K/V; the first rank speaks for all."""
+    def name_model(self, fingerprint: bytes) -> None:
+        """Take what names the model's K/V."""
         self._model = KVFacts(fingerprint, self.cache.geometry, {})
-        self._is_first = is_first
 
     def allow_moved(self, sparse: SparseModel, rotations: Mapping[int, Rotation | None]) -> None:
         """Take the model to repair moved text with."""
