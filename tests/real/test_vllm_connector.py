@@ -127,7 +127,7 @@ def test_transformers_and_vllm_share_a_store(start: Start, model: str, words: An
         url = {"cache_url": f"redis://127.0.0.1:{shared.port}", "tier_deadline_ms": 20_000}
         engine = KVBoost.from_pretrained(model, dtype=torch.float32, **url)
         engine.generate(ours, max_new_tokens=1)
-        assert engine.flush()
+        engine.flush()
         with start(url) as server:
             cold = server.complete(ours, most=1, reuse="off", salt="cold", logprobs=-1)
             crossed = server.complete(ours, most=1, logprobs=-1)
