@@ -8,8 +8,13 @@ from pathlib import Path
 SRC = Path(__file__).parents[1] / "src" / "kvboost"
 MAX_FILE_LINES = 400
 # docs/adr/0024-size-in-three-parts.md
-PARTS = {"server": "application", "cli": "application", "weights": "weights"}
-MAX_LINES = {"library": 8_700, "application": 3_600, "weights": 800}
+PARTS = {
+    "server": "application",
+    "cli": "application",
+    "weights": "weights",
+    "connectors": "connectors",
+}
+MAX_LINES = {"library": 8_750, "application": 3_600, "weights": 800, "connectors": 1_600}
 
 
 def code_lines(path: Path) -> int:

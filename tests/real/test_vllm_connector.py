@@ -113,6 +113,7 @@ def test_a_store_is_shared_and_outlives_vllm(start: Start, alone: VllmServer, wo
         assert [each.text for each in beside] == expected[:2]
         assert all(each.kvboost["exact_tokens"] > LENGTH - 64 for each in beside)
         texts(second, asked[2:])
+        wait_for_keys(shared.port, 4 * 3)
         second.stop()
         first.kill()
         with start(url) as third:
@@ -134,7 +135,7 @@ def test_transformers_and_vllm_share_a_store(start: Start, model: str, words: An
             assert crossed.kvboost["exact_tokens"] == LENGTH - 1
             assert divergence(cold, crossed) < 1e-6
             server.complete(theirs, most=1)
-        wait_for_keys(shared.port, 2 * 3)
+            wait_for_keys(shared.port, 2 * 3)
         fresh = KVBoost.from_pretrained(model, dtype=torch.float32, **url)
         found = fresh.generate(theirs, max_new_tokens=NUM_NEW)
         plain = fresh.generate(theirs, max_new_tokens=NUM_NEW, reuse="off")
