@@ -1,0 +1,140 @@
+"""Stand-ins for vLLM: a request, attention layers over blocks, and what workers say they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvboost.connectors.vllm.blocks import PagedCache
+from kvboost.connectors.vllm.messages import Change
+from kvboost.core import Entry, Provenance
+from kvboost.reuse.chunks import split
+from kvboost.reuse.keys import derive, namespace
+from kvboost.tiers import anchors
+
+MODEL = b"model"
+CHUNK_SIZE = 32
+BLOCK_SIZE = 16
+HEADS, HEAD_DIM = 2, 4
+
+
+@dataclass
+class FakeRequest:
+    """What is used of vLLM's `Request`; it has just come in."""
+
+    request_id: str
+    all_token_ids: list[int]
+    num_computed_tokens: int = 0
+    cache_salt: str | None = None
+    kv_transfer_params: Any = None
+    lora_request: object | None = None
+    mm_features: Sequence[object] = ()
+    prompt_embeds: object | None = None
+    num_prompt_tokens: int = field(init=False)
+    block_hashes: list[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.all_token_ids)
+        stops = range(BLOCK_SIZE, self.num_tokens + 1, BLOCK_SIZE)
+        self.block_hashes = [sha256(repr(self.all_token_ids[:stop]).encode()).digest()
+                             for stop in stops]  # fmt: skip
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    def answer(self, tokens: Sequence[int]) -> None:
+        """All but the last token of prompt and answer are computed."""
+        self.all_token_ids = [*self.all_token_ids, *tokens]
+        self.num_computed_tokens = self.num_tokens - 1
+
+
+def changes_of(tokens: Sequence[int], tenant: str = "") -> list[Change]:
+    """What a worker reports when it has stored a prompt."""
+    space = namespace(MODEL, tenant, None)
+    chunks = split(tokens, CHUNK_SIZE)
+    places, hashes = anchors.pick(np.asarray(tokens, np.uint32), anchors.salt(space))
+    words = list(zip(places.tolist(), hashes.tolist(), strict=True))
+    changes = []
+    for chunk, key in zip(chunks, derive(chunks, space), strict=True):
+        start, stop = chunk.span.start, chunk.span.stop
+        entry = Entry(chunk.tokens, Provenance.EXACT, key.prefix, None, key.parent, start, space)
+        inside = tuple((place - start, word) for place, word in words if start <= place < stop)
+        changes.append(Change(entry.key, entry, inside))
+    return changes
+
+
+PutRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def put_joined(
+    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Into [blocks, heads, size, 2 * dim]."""
+    size = cache.shape[2]
+    cache[slots // size, :, slots % size] = torch.cat([key, value], dim=-1)
+
+
+def put_apart(
+    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Into [2, blocks, size, heads, dim]."""
+    size = cache.shape[2]
+    for kind, rows in enumerate((key, value)):
+        cache[kind][slots // size, slots % size] = rows
+
+
+def put_packed(
+    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Into [blocks, heads, 2, size * dim], of which K is in groups [dim / 2, 16 tokens, 2]."""
+    heads, dim = key.shape[1:]
+    size = cache.shape[3] // dim
+    blocks, offsets = slots // size, (slots % size)[:, None]
+    dims = torch.arange(dim)[None]
+    in_groups = offsets // 16 * 16 * dim + dims // 2 * 32 + offsets % 16 * 2 + dims % 2
+    in_rows = offsets * dim + dims
+    for kind, (rows, places) in enumerate(((key, in_groups), (value, in_rows))):
+        which = (blocks[:, None, None], torch.arange(heads)[None, :, None], kind)
+        cache[(*which, places[:, None])] = rows
+
+
+ARRANGEMENTS: dict[str, tuple[Callable[[int, int], tuple[int, ...]], PutRows]] = {
+    "joined": (lambda blocks, size: (blocks, HEADS, size, 2 * HEAD_DIM), put_joined),
+    "apart": (lambda blocks, size: (2, blocks, size, HEADS, HEAD_DIM), put_apart),
+    "packed": (lambda blocks, size: (blocks, HEADS, 2, size * HEAD_DIM), put_packed),
+}
+"""By name: the shape of a layer's tensor, and what writes into it."""
+
+
+class FakeLayer:
+    """An attention layer of vLLM, as far as its blocks go."""
+
+    def __init__(
+        self, kv_cache: torch.Tensor, put: PutRows, heads: int = HEADS, dim: int = HEAD_DIM
+    ) -> None:
+        self.kv_cache, self.num_kv_heads, self.head_size = kv_cache, heads, dim
+        self.impl = SimpleNamespace(do_kv_cache_update=lambda layer, *rows: put(*rows))
+
+
+def paged_cache(
+    arrangement: str = "joined",
+    num_layers: int = 2,
+    num_blocks: int = 24,
+    dtype: torch.dtype = torch.float32,
+) -> PagedCache:
+    """Blocks without a model."""
+    shape, put = ARRANGEMENTS[arrangement]
+    layers = {
+        f"layers.{number}.attn": FakeLayer(
+            torch.zeros(shape(num_blocks, BLOCK_SIZE), dtype=dtype), put
+        )
+        for number in range(num_layers)
+    }
+    return PagedCache(layers, num_layers, num_blocks, BLOCK_SIZE)
