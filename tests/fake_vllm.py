@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvboost.build import build_repairs
+from kvboost.config import Options
 from kvboost.connectors.vllm.blocks import PagedCache
-from kvboost.connectors.vllm.messages import Change
+from kvboost.connectors.vllm.messages import Change, Facts
+from kvboost.connectors.vllm.scheduler_side import SchedulerSide
 from kvboost.core import Entry, Provenance
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
@@ -138,3 +141,29 @@ def paged_cache(
         for number in range(num_layers)
     }
     return PagedCache(layers, num_layers, num_blocks, BLOCK_SIZE)
+
+
+BLOCK_IDS = list(range(100, 200))
+
+
+def scheduler_side(
+    *stored: Sequence[int],
+    options: Options | None = None,
+    refusal: str = "",
+    move_refusal: str = "",
+    must_bring: bool = False,
+) -> SchedulerSide:
+    """A scheduler's side whose workers have stored prompts; all requests have the same blocks."""
+    options = options or Options(reuse="auto", chunk_size=CHUNK_SIZE)
+    side = SchedulerSide(options, build_repairs(options), lambda _: BLOCK_IDS, BLOCK_SIZE)
+    changes = tuple(change for tokens in stored for change in changes_of(tokens))
+    side.learn([Facts(MODEL, refusal, move_refusal, must_bring, changes)])
+    return side
+
+
+def admit(side: SchedulerSide, request: FakeRequest, num_local: int = 0) -> tuple[int | None, bool]:
+    """Take a request as vLLM's scheduler does, up to its first step."""
+    side.add(request)
+    count, is_beside = side.match(request, num_local)
+    side.allocated(request, count or 0)
+    return count, is_beside
