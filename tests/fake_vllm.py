@@ -1,7 +1,8 @@
-"""Stand-ins for vLLM: a request, attention layers over blocks, and what workers say they hold."""
+"""Stand-ins for vLLM: requests, attention layers over blocks, and both sides without a model."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -13,10 +14,11 @@ import torch
 
 from kvboost.build import build_repairs
 from kvboost.config import Options
-from kvboost.connectors.vllm.blocks import PagedCache
-from kvboost.connectors.vllm.messages import Change, Facts
+from kvboost.connectors.vllm.blocks import BlockRows, PagedCache
+from kvboost.connectors.vllm.messages import Change, Facts, Load, Save, StepWork
 from kvboost.connectors.vllm.scheduler_side import SchedulerSide
-from kvboost.core import Entry, Provenance
+from kvboost.connectors.vllm.worker_side import WorkerSide
+from kvboost.core import Entry, Provenance, Span
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
 from kvboost.tiers import anchors
@@ -143,19 +145,20 @@ def paged_cache(
     return PagedCache(layers, num_layers, num_blocks, BLOCK_SIZE)
 
 
+OPTIONS = Options(reuse="auto", chunk_size=CHUNK_SIZE, max_cache_bytes=1 << 24)
 BLOCK_IDS = list(range(100, 200))
 
 
 def scheduler_side(
     *stored: Sequence[int],
-    options: Options | None = None,
+    options: Options = OPTIONS,
+    block_ids: Sequence[int] = BLOCK_IDS,
     refusal: str = "",
     move_refusal: str = "",
     must_bring: bool = False,
 ) -> SchedulerSide:
     """A scheduler's side whose workers have stored prompts; all requests have the same blocks."""
-    options = options or Options(reuse="auto", chunk_size=CHUNK_SIZE)
-    side = SchedulerSide(options, build_repairs(options), lambda _: BLOCK_IDS, BLOCK_SIZE)
+    side = SchedulerSide(options, build_repairs(options), lambda _: block_ids, BLOCK_SIZE)
     changes = tuple(change for tokens in stored for change in changes_of(tokens))
     side.learn([Facts(MODEL, refusal, move_refusal, must_bring, changes)])
     return side
@@ -167,3 +170,88 @@ def admit(side: SchedulerSide, request: FakeRequest, num_local: int = 0) -> tupl
     count, is_beside = side.match(request, num_local)
     side.allocated(request, count or 0)
     return count, is_beside
+
+
+class FakeSparse:
+    """Records what it is asked to compute; returns the logits that it was given."""
+
+    def __init__(self) -> None:
+        self.forwards: list[tuple[list[int], list[int]]] = []
+        self.spans: Sequence[Span] = ()
+        self.layers: list[str] = []
+        self.logits: list[torch.Tensor] = []
+        self.error: Exception | None = None
+
+    def forward(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        block_ids: Sequence[int],
+        correction: tuple[object, Sequence[Span]] | None = None,
+        num_logits: int = 0,
+    ) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error
+        self.forwards.append((list(tokens), list(positions)))
+        self.spans = correction[1] if correction else ()
+        return self.logits.pop(0) if num_logits else torch.empty(0)
+
+    def before_attention(self, layer_name: str) -> None:
+        self.layers.append(layer_name)
+
+
+HOME = list(range(12))[::-1]  # blocks of the request that is saved
+AWAY = list(range(12, 24))[::-1]  # blocks of the request that is loaded
+
+
+def worker_side(*, is_first: bool = True, options: Options = OPTIONS) -> WorkerSide:
+    """A worker's side over blocks without a model."""
+    worker = WorkerSide(options, build_repairs(options), paged_cache())
+    worker.start(MODEL, is_first=is_first)
+    return worker
+
+
+def fill(worker: WorkerSide, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
+    """Write random rows as a model would; they are returned."""
+    (group,) = worker.cache.geometry.groups
+    shape = (len(group.planes), group.heads, num_tokens, group.head_dim)
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    BlockRows(worker.cache, block_ids).write(Span(0, num_tokens), [rows])
+    return rows
+
+
+def rows_of(worker: WorkerSide, block_ids: Sequence[int], span: Span) -> torch.Tensor:
+    """What lies in blocks."""
+    return BlockRows(worker.cache, block_ids).read(span)[0]
+
+
+def until(done: Callable[[], object]) -> None:
+    """Wait for a thread, with patience but not for ever."""
+    give_up = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+
+
+def do(worker: WorkerSide, work: StepWork) -> tuple[set[str], set[str]]:
+    """Carry out a step to its end; whose blocks are saved, and loaded."""
+    worker.begin_step(work)
+    worker.end_step(work)
+    until(lambda: worker._num_pending == 0)
+    return worker.take_finished(work)
+
+
+def saved(worker: WorkerSide, tokens: list[int], tenant: str = "") -> torch.Tensor:
+    """Store a prompt; its rows."""
+    rows = fill(worker, HOME, len(tokens))
+    save = Save("saved", tokens, tenant, HOME, is_last=True)
+    assert do(worker, StepWork(saves=[save])) == ({"saved"}, set())
+    return rows
+
+
+def load_of(tokens: list[int], stored: Sequence[int], start: int = 0) -> Load:
+    """What the scheduler's side asks for, where a prompt is stored."""
+    side = scheduler_side(stored, block_ids=AWAY)
+    admit(side, FakeRequest("loaded", tokens), start)
+    (load,) = side.step({}, {}, ()).loads
+    return load

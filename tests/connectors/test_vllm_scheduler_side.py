@@ -110,8 +110,8 @@ def test_another_tenant_finds_nothing() -> None:
 
 @pytest.mark.parametrize(
     "asked",
-    [{"reuse": "off"}, {"reuze": "exact"}, {"reuse": "much"}, {"reuse": ["auto"]}, {"chunk_size": 8},
-     "auto", ["reuse"], [], None, 3],
+    [{"reuse": "off"}, {"reuze": "exact"}, {"reuse": "much"}, {"reuse": ["auto"]},
+     {"chunk_size": 8}, "auto", ["reuse"], [], None, 3],
 )  # fmt: skip
 def test_a_request_that_wants_nothing_or_is_wrong_gets_nothing(asked: object) -> None:
     side = knowing()
