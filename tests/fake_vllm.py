@@ -41,12 +41,13 @@ class FakeRequest:
     lora_request: object | None = None
     mm_features: Sequence[object] = ()
     prompt_embeds: object | None = None
+    hash_block_size: int = BLOCK_SIZE
     num_prompt_tokens: int = field(init=False)
     block_hashes: list[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.all_token_ids)
-        stops = range(BLOCK_SIZE, self.num_tokens + 1, BLOCK_SIZE)
+        stops = range(self.hash_block_size, self.num_tokens + 1, self.hash_block_size)
         self.block_hashes = [sha256(repr(self.all_token_ids[:stop]).encode()).digest()
                              for stop in stops]  # fmt: skip
 
@@ -153,12 +154,13 @@ def scheduler_side(
     *stored: Sequence[int],
     options: Options = OPTIONS,
     block_ids: Sequence[int] = BLOCK_IDS,
+    hash_block_size: int = BLOCK_SIZE,
     refusal: str = "",
     move_refusal: str = "",
     must_bring: bool = False,
 ) -> SchedulerSide:
     """A scheduler's side whose workers have stored prompts; all requests have the same blocks."""
-    side = SchedulerSide(options, build_repairs(options), lambda _: block_ids, BLOCK_SIZE)
+    side = SchedulerSide(options, build_repairs(options), lambda _: block_ids, hash_block_size)
     changes = tuple(change for tokens in stored for change in changes_of(tokens))
     side.learn([Facts(MODEL, refusal, move_refusal, must_bring, changes)])
     return side

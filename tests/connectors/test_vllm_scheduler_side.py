@@ -217,6 +217,21 @@ def test_blocks_with_anything_approximate_have_hashes_of_their_own() -> None:
     assert not set(hashes[0][first:]) & set(hashes[1][first:])
 
 
+@pytest.mark.parametrize("num_tokens", [218, 219, 255])
+def test_moved_text_whose_block_has_no_hash_yet_is_left_out(num_tokens: int) -> None:
+    """Its block could not be set apart: vLLM hashes it when the answer has filled it."""
+    side = scheduler_side(PREFIX, DOCUMENT, hash_block_size=128)
+    fresh = words(70, seed=5)  # up to position 134, in the second block
+    prompt = [*PREFIX, *fresh, *DOCUMENT, *words(30, seed=6)]
+    request = FakeRequest("part", prompt[:num_tokens], hash_block_size=128)
+    assert admit(side, request) == (len(PREFIX), True)
+    request = FakeRequest("whole", prompt[:256], hash_block_size=128)
+    plain = list(request.block_hashes)
+    assert admit(side, request) == (255, False)
+    assert request.block_hashes[0] == plain[0]
+    assert request.block_hashes[1] != plain[1]
+
+
 def test_exact_text_leaves_hashes_alone() -> None:
     side, request = knowing(), FakeRequest("r", PREFIX + words(50))
     plain = list(request.block_hashes)

@@ -163,8 +163,7 @@ class SchedulerSide:
             return 0, False
         if known.waits:
             return None, False
-        tokens = list(request.all_token_ids)
-        plan, known.ratio = self._find(tokens, num_local, known)
+        plan, known.ratio = self._find(request, num_local, known)
         stop = plan.matches[-1].span.stop if plan.matches else 0
         if stop - num_local < LEAST_TOKENS:
             known.to_load = None
@@ -268,17 +267,20 @@ class SchedulerSide:
         return bool(self._audited)
 
     def _find(
-        self, tokens: Sequence[int], num_local: int, known: _Known
+        self, request: VLLMRequest, num_local: int, known: _Known
     ) -> tuple[ReusePlan, float]:
         """What of a prompt is worth taking from the store, and how much of it to repair."""
         space = namespace(self._facts.fingerprint, known.tenant, None)
-        chunks = split(tokens, self._options.chunk_size)
+        chunks = split(list(request.all_token_ids), self._options.chunk_size)
         whole = find(chunks, derive(chunks, space), self._index)
         exact = _after(whole, num_local)
         allowance = self.guard.terms(known.tenant)
         if known.reuse != "auto" or self._facts.move_refusal or not allowance.allows_moved:
             return exact, 0.0
         found = _after(find_moved(whole, chunks, self._index, space), num_local)
+        num_hashed = len(request.block_hashes) * self._hash_block_size
+        if found.moved and found.moved[0].start >= num_hashed:
+            return exact, 0.0  # vLLM hashes its block later, when it cannot be set apart any more
         num_repaired = self._repairs[allowance.ratio].expected_rows(found)
         pays = self._cost.pays(
             _work(found, num_local, num_repaired), _work(exact, num_local, 0), MOVED_GAIN
