@@ -313,6 +313,15 @@ def test_a_request_that_ends_amid_its_prompt_saves_what_is_computed() -> None:
     assert all_saves(side)[0].tokens == words(100)[:40]
 
 
+def test_a_save_under_way_keeps_its_blocks_when_the_request_ends() -> None:
+    side, request = scheduler_side(), FakeRequest("r", words(LEAST_TOKENS))
+    admit(side, request)
+    assert len(side.step({"r": LEAST_TOKENS}, {"r": request}, ()).saves) == 1
+    request.num_computed_tokens = LEAST_TOKENS  # and no token was chosen yet
+    assert side.finish(request)[0]
+    assert [save.tokens for save in all_saves(side)] == [words(LEAST_TOKENS)]
+
+
 def test_a_request_that_ends_while_it_loads_keeps_nothing() -> None:
     side, request = knowing(), FakeRequest("r", PREFIX + words(50))
     admit(side, request)

@@ -251,8 +251,9 @@ class SchedulerSide:
         answer = {"kvboost": known.provenance()}
         if known.loads:
             return False, answer  # vLLM itself waits for the load
-        # The last token was chosen, not read; steps ahead may have counted more.
-        num_rows = min(request.num_tokens - 1, request.num_computed_tokens)
+        # The last token of an answer was chosen, not read; steps ahead may have counted more.
+        num_read = max(request.num_prompt_tokens, request.num_tokens - 1)
+        num_rows = min(num_read, request.num_computed_tokens)
         audit = self._audit(request, known, num_rows)
         if audit is not None:
             self._work.audits.append(audit)
