@@ -67,6 +67,26 @@ def test_an_exact_prefix_is_promised_without_what_vllm_has(num_local: int) -> No
     assert (spans[0].start, spans[-1].stop) == (num_local, len(PREFIX))
 
 
+def test_what_could_not_be_loaded_is_not_promised_again() -> None:
+    """VLLM asks again when the first block of a load has failed: it must compute then."""
+    side, request = knowing(), FakeRequest("r", PREFIX + words(50))
+    admit(side, request)
+    side.step({}, {}, ())
+    side.loaded(["r"])
+    assert side.match(request, 0) == (0, False)
+    side.step({}, {}, ["another"])
+    assert side.match(request, 0) == (0, False)
+
+
+def test_a_request_that_was_preempted_is_loaded_again() -> None:
+    side, request = knowing(), FakeRequest("r", PREFIX + words(50))
+    admit(side, request)
+    side.step({}, {}, ())
+    side.loaded(["r"])
+    side.step({}, {}, ["r", "unknown"])
+    assert side.match(request, 0) == (len(PREFIX), True)
+
+
 def test_a_load_is_handed_out_once() -> None:
     side, request = knowing(), FakeRequest("r", PREFIX + words(50))
     admit(side, request)

@@ -30,7 +30,7 @@ from fake_vllm import (
     until,
     worker_side,
 )
-from fakes import FaultyTier, words
+from fakes import FaultyDisk, FaultyTier, words
 from kvboost.build import build_repairs
 from kvboost.connectors.vllm.messages import Bring, Change, Report, Save, StepWork
 from kvboost.connectors.vllm.scheduler_side import SchedulerSide
@@ -233,6 +233,25 @@ def test_a_worker_that_starts_tells_what_its_disk_has_kept(tmp_path: Path) -> No
     do(after, side.step({}, {}, ()))
     assert torch.equal(rows_of(after, AWAY, Span(0, 100)), rows)
     after.close()
+
+
+def test_a_request_is_computed_where_a_disk_does_not_give_what_it_holds() -> None:
+    worker, disk = worker_side(), FaultyDisk()
+    worker._store.tiers.add_below(Opener("disk", lambda: disk), worker._store.adopt)
+    saved(worker, PROMPT)
+    assert worker._store.tiers.flush(20)
+    for key in KEYS:
+        drop(worker, key)
+    disk.fault = "lost"
+    side, request = scheduler_side(block_ids=AWAY), FakeRequest("r", LONGER)
+    side.learn([worker.facts("")])
+    assert admit(side, request) == (100, True)
+    _, loaded = do(worker, side.step({}, {}, ()))
+    assert worker.take_failed_blocks() == set(AWAY[:7])
+    side.report(worker.take_report())
+    side.loaded(loaded)
+    assert side.match(request, 0) == (0, False)
+    worker.close()
 
 
 def test_blocks_are_not_taken_away_before_they_are_saved(

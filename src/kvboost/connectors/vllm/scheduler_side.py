@@ -75,6 +75,7 @@ class _Known:
     exact_stop: int | None = None  # rows from here on have something moved below them
     ratio: float = 0.0  # of moved tokens that are repaired
     to_load: tuple[int, int, ReusePlan] | None = None  # rows that were promised, and from where
+    was_loaded: bool = False  # since it was preempted: if vLLM asks again, that has failed
     is_saved: bool = False  # its prompt, or it is on its way
     num_exact: int = 0
     num_moved: int = 0
@@ -159,7 +160,7 @@ class SchedulerSide:
         None: not known yet.
         """
         known = self._known.get(request.request_id)
-        if known is None:
+        if known is None or known.was_loaded:
             return 0, False
         if known.waits:
             return None, False
@@ -181,7 +182,7 @@ class SchedulerSide:
         if known is None or known.to_load is None or num_external == 0:
             return
         (start, stop, plan), tokens = known.to_load, list(request.all_token_ids)
-        known.to_load, known.loads = None, not plan.moved
+        known.to_load, known.loads, known.was_loaded = None, not plan.moved, True
         repair = self._repairs.get(known.ratio)
         load = Load(
             request_id=request.request_id,
@@ -209,6 +210,8 @@ class SchedulerSide:
         work, self._work = self._work, StepWork()
         work.preempted = set(preempted)
         work.is_idle = not num_scheduled
+        for request_id in work.preempted & self._known.keys():
+            self._known[request_id].was_loaded = False
         for request_id, count in num_scheduled.items():
             known, request = self._known.get(request_id), requests.get(request_id)
             if known is None or request is None or known.is_saved:
@@ -267,9 +270,7 @@ class SchedulerSide:
         """Whether blocks will be given back soon."""
         return bool(self._audited)
 
-    def _find(
-        self, request: VLLMRequest, num_local: int, known: _Known
-    ) -> tuple[ReusePlan, float]:
+    def _find(self, request: VLLMRequest, num_local: int, known: _Known) -> tuple[ReusePlan, float]:
         """What of a prompt is worth taking from the store, and how much of it to repair."""
         space = namespace(self._facts.fingerprint, known.tenant, None)
         chunks = split(list(request.all_token_ids), self._options.chunk_size)
