@@ -111,13 +111,24 @@ def test_the_last_token_is_never_promised() -> None:
 
 
 def test_so_few_tokens_that_they_do_not_pay_are_not_promised() -> None:
-    side = knowing()
-    request = FakeRequest("r", PREFIX + words(50))
+    side, request = knowing(), FakeRequest("r", PREFIX + words(50))
+    side.add(request)
     num_local = len(PREFIX) - LEAST_TOKENS
-    assert admit(side, request, num_local) == (LEAST_TOKENS, True)
+    assert side.match(request, num_local) == (LEAST_TOKENS, True)
     assert side.match(request, num_local + 1) == (0, False)
-    side.allocated(request, 16)
-    assert len(side.step({}, {}, ()).loads) == 1  # of the first promise alone
+    side.allocated(request, LEAST_TOKENS)
+    assert side.step({}, {}, ()).loads == []  # the first promise is off
+
+
+def test_rows_that_were_approximate_once_stay_so_for_a_request() -> None:
+    side, request = knowing(), FakeRequest("r", moved_prompt())
+    admit(side, request)
+    side.step({}, {}, ["r"])
+    assert side.match(request, 96) == (MOVED_STOP - 96, False)  # its own blocks, from vLLM
+    side.allocated(request, MOVED_STOP - 96)
+    request.num_computed_tokens = MOVED_STOP
+    side.finish(request)
+    assert all_saves(side)[0].tokens == moved_prompt()[:MOVED_AT]
 
 
 def test_another_tenant_finds_nothing() -> None:
