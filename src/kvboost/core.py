@@ -147,6 +147,11 @@ class ReusePlan:
     num_tokens: int
     matches: tuple[Match, ...] = ()
 
+    def after(self, start: int) -> ReusePlan:
+        """The same without what lies before `start`."""
+        rest = (match.from_position(start) for match in self.matches if match.span.stop > start)
+        return ReusePlan(self.num_tokens, tuple(rest))
+
     @property
     def num_reused(self) -> int:
         """How many tokens come from the store."""

@@ -60,8 +60,7 @@ class Decision:
             for c, k in zip(chunks, keys, strict=True)
             if c.span.start < num
         ]
-        rest = [m.from_position(num) for m in self.plan.matches if m.span.stop > num]
-        plan = ReusePlan(self.plan.num_tokens, (*shared, *rest))
+        plan = ReusePlan(self.plan.num_tokens, (*shared, *self.plan.after(num).matches))
         return replace(self, plan=plan, num_shared=num)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,29 +15,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvboost.build import build_repairs
-from kvboost.config import Options, hint, make_options
-from kvboost.connectors.vllm.blocks import PagedCache
-from kvboost.connectors.vllm.certify import (
-    NUM_KNOWN,
-    check_known,
-    check_round_trip,
-    check_sparse_prefill,
-    measure_rotations,
-    probe_tokens,
-)
 from kvboost.connectors.vllm.messages import Facts, Report, StepWork
+from kvboost.connectors.vllm.options import read_options
 from kvboost.connectors.vllm.scheduler_side import SchedulerSide
-from kvboost.connectors.vllm.sparse import SparseModel
+from kvboost.connectors.vllm.start import Start
 from kvboost.connectors.vllm.stats import KVBoostPromMetrics, KVBoostStats
 from kvboost.connectors.vllm.worker_side import WorkerSide
-from kvboost.core import KVGeometry, PlaneGroup
-from kvboost.errors import ConfigError, UnsupportedModel
-from kvboost.models.certify import NUM_PROBE_TOKENS
-from kvboost.models.identity import Identity, identify
+from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,30 +34,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-log = logging.getLogger(__name__)
-
-OPTIONS = (
-    "audit_ratio",
-    "cache_url",
-    "chunk_size",
-    "disk_cache_dir",
-    "max_cache_bytes",
-    "max_chunks",
-    "max_disk_bytes",
-    "quality_budget",
-    "recompute_overlap",
-    "recompute_ratio",
-    "recompute_strategy",
-    "recompute_tail",
-    "reuse",
-    "tenant_quota",
-    "tier_deadline_ms",
-)
-"""Of `kvboost.config.Options`: what `kv_connector_extra_config` may set. vLLM does the rest."""
-
-STRATEGIES = ("sampled", "selective", "none")
-"""Those that choose by the prompt's tokens alone."""
 
 
 def _log_like_vllm() -> None:
@@ -118,11 +80,13 @@ class KVBoostConnector(KVConnectorBase_V1):
         _log_like_vllm()
         self._options = read_options(self._kv_transfer_config.kv_connector_extra_config)
         self._repairs = build_repairs(self._options)
+        self._start = Start(vllm_config, kv_cache_config, self._options)
         self._worker: WorkerSide | None = None
-        self._identity: Identity | None = None
         self._refusal = self._move_refusal = ""
         self._counted: Counter[str] = Counter()
         self._scheduler: SchedulerSide | None = None
+        if self._kv_transfer_config.kv_role != "kv_both":
+            raise ConfigError(f"kv_role={self._kv_transfer_config.kv_role!r}: expected 'kv_both'")
         if role is KVConnectorRole.SCHEDULER:
             # vLLM's default fails requests whose K/V cannot be loaded.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -134,8 +98,8 @@ class KVBoostConnector(KVConnectorBase_V1):
 
     # What vLLM asks in the scheduler.
 
-    def set_xfer_handshake_metadata(
-        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Hear what the workers found out, the first rank first."""
         facts = [metadata[rank] for rank in sorted(metadata)]
@@ -177,16 +141,17 @@ class KVBoostConnector(KVConnectorBase_V1):
         self._requests.pop(request.request_id, None)
         return self._decider.finish(request)
 
-    def has_pending_block_frees(self) -> bool:
-        """Whether blocks are held that will be given back."""
-        return self._decider.is_busy
+    def reset_cache(self) -> bool:
+        """Stored K/V stays: it is named by the weights, and right as long as these are."""
+        return False
 
     # What vLLM asks in a worker.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Learn how blocks are laid out, find out which model it is, and open the store."""
         try:
-            self._worker = self._make_worker(sorted(kv_caches, key=extract_layer_index))
+            names = sorted(kv_caches, key=extract_layer_index)
+            self._worker = self._start.make_worker(names, self._repairs)
         except ConfigError:
             raise
         except Exception as error:  # whatever a model or back end does that was not foreseen
@@ -201,7 +166,7 @@ class KVBoostConnector(KVConnectorBase_V1):
         if self._worker is None:
             return
         try:
-            self._certify(model, self._worker)
+            self._start.certify(model, self._worker)
             self._move_refusal = ""
         except Exception as error:
             self._move_refusal = str(error) or repr(error)
@@ -218,7 +183,7 @@ class KVBoostConnector(KVConnectorBase_V1):
             self._worker.wait_for_saves(kv_connector_metadata.work.preempted)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Start loads; those that compute are done when this returns."""
+        """Start what the model is not needed for."""
         if self._worker is not None:
             self._worker.begin_step(self._step_work())
 
@@ -231,7 +196,7 @@ class KVBoostConnector(KVConnectorBase_V1):
         """Nothing: whole requests are saved, beside later steps."""
 
     def wait_for_save(self) -> None:
-        """Start saves, whose blocks vLLM keeps until they are done."""
+        """Start saves, whose blocks vLLM keeps until they are done, and repair moved text."""
         if self._worker is not None:
             self._worker.end_step(self._step_work())
 
@@ -303,95 +268,3 @@ class KVBoostConnector(KVConnectorBase_V1):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata.work
-
-    def _make_worker(self, names: Sequence[str]) -> WorkerSide:
-        config = self._vllm_config
-        model, parallel = config.model_config, config.parallel_config
-        if parallel.pipeline_parallel_size > 1:
-            raise UnsupportedModel("its layers are spread over workers (pipeline parallel)")
-        if len(self._kv_cache_config.kv_cache_groups) != 1:
-            raise UnsupportedModel("its layers keep their K/V in several groups of blocks")
-        found = config.compilation_config.static_forward_context
-        cache = PagedCache(
-            {name: found[name] for name in names},
-            model.get_total_num_hidden_layers(),
-            self._kv_cache_config.num_blocks,
-            config.cache_config.block_size,
-        )
-        check_round_trip(cache, self._scratch_blocks)
-        self._identity = self._identify(cache.geometry)
-        rank, size = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
-        # A rank has some of the heads, which are no use to others; and K/V that was not compared
-        # with that of Transformers must not pass for it.
-        shard = f"vllm, rank {rank} of {size}".encode()
-        worker = WorkerSide(self._options, self._repairs, cache, is_first=rank == 0)
-        worker.name_model(sha256(self._identity.fingerprint + shard).digest())
-        return worker
-
-    def _identify(self, geometry: KVGeometry) -> Identity:
-        """Name the model as a Transformers process does, so that both find each other's K/V."""
-        model, (group,) = self._vllm_config.model_config, geometry.groups
-        whole = PlaneGroup(group.planes, model.get_total_num_kv_heads(), group.head_dim)
-        try:
-            return identify(
-                model.model,
-                model.dtype,
-                KVGeometry(geometry.num_layers, (whole,), geometry.dtype, geometry.itemsize),
-                self._probe,
-                revision=model.revision,
-                trust_remote_code=model.trust_remote_code,
-                cache_dir=self._vllm_config.load_config.download_dir,
-            )
-        except UnsupportedModel:
-            raise
-        except Exception as error:
-            raise UnsupportedModel(f"Transformers cannot load {model.model}: {error}") from error
-
-    def _certify(self, model: torch.nn.Module, worker: WorkerSide) -> None:
-        identity, config, cache = self._identity, self._vllm_config, worker.cache
-        assert identity is not None
-        if config.parallel_config.tensor_parallel_size > 1:
-            raise UnsupportedModel("moved text is repaired on one rank only (tensor parallel)")
-        if config.model_config.uses_mrope:
-            raise UnsupportedModel("its positions have several dimensions")
-        sparse = SparseModel(model, cache, config)
-        vocabulary = config.model_config.get_vocab_size()
-        check_sparse_prefill(sparse, cache, vocabulary, self._scratch_blocks)
-        check_known(sparse, cache, self._probe, identity.planes)
-        worker.name_model(identity.fingerprint)
-        longest = config.model_config.max_model_len
-        rotations = measure_rotations(sparse, cache, vocabulary, identity.frequencies, longest)
-        if rotations.refusal:
-            raise UnsupportedModel(rotations.refusal)
-        worker.allow_moved(sparse, rotations.planes)
-
-    @property
-    def _probe(self) -> list[int]:
-        return probe_tokens(self._vllm_config.model_config.get_vocab_size(), NUM_KNOWN)
-
-    @property
-    def _scratch_blocks(self) -> list[int]:
-        """Blocks to try things with before there are requests; vLLM keeps the first one empty."""
-        count = -(-NUM_PROBE_TOKENS // self._vllm_config.cache_config.block_size)
-        return list(range(1, 1 + count))
-
-
-def read_options(values: dict[str, Any]) -> Options:
-    """`kv_connector_extra_config` as options.
-
-    Raises:
-        ConfigError: a name or value is wrong, or of no use inside vLLM.
-    """
-    for name in values:
-        if name not in OPTIONS:
-            raise ConfigError(
-                f"kv_connector_extra_config: KVBoost has no option {name!r} inside vLLM"
-                f"{hint(name, OPTIONS)}"
-            )
-    options = make_options(values)
-    if options.recompute_strategy not in STRATEGIES:
-        raise ConfigError(
-            f"recompute_strategy={options.recompute_strategy!r}: expected one of "
-            f"{', '.join(STRATEGIES)} inside vLLM"
-        )
-    return options

@@ -40,7 +40,7 @@ class Bring:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Fill the rows [start, stop) of a request: from the store, and by computing the gaps."""
+    """Fill the rows [start, stop) of a request that waits: from the store, or by computing gaps."""
 
     request_id: str
     tokens: Sequence[int]
@@ -54,7 +54,7 @@ class Load:
 
     @property
     def is_exact(self) -> bool:
-        """Nothing is computed, so that it needs no step of the model."""
+        """Nothing is computed, so that it needs no turn of the model."""
         return not self.plan.moved
 
 
@@ -112,4 +112,5 @@ class Report:
 
     changes: list[Change] = field(default_factory=list)
     brought: list[str] = field(default_factory=list)
+    repairs_s: dict[str, float] = field(default_factory=dict)  # seconds that moved loads took
     verdicts: list[Verdict] = field(default_factory=list)

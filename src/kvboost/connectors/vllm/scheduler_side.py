@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from kvboost.config import Options, check_reuse, hint
+from kvboost.connectors.vllm.choice import EVERYBODY, Choice, work_of
 from kvboost.connectors.vllm.messages import (
     Audit,
     Bring,
-    Change,
     Facts,
     Load,
     Report,
@@ -29,15 +25,11 @@ from kvboost.connectors.vllm.messages import (
     StepWork,
     Verdict,
 )
-from kvboost.core import Chunk, Namespace, ReuseMode, ReusePlan
+from kvboost.core import ReuseMode, ReusePlan
 from kvboost.errors import ConfigError
-from kvboost.policy.cost import MOVED_GAIN, CostModel, Work
-from kvboost.policy.guard import QualityGuard
-from kvboost.reuse.chunks import split
-from kvboost.reuse.keys import derive, namespace
-from kvboost.reuse.lookup import LEAST_TOKENS, find, find_moved
+from kvboost.policy.cost import Work
+from kvboost.reuse.lookup import LEAST_TOKENS
 from kvboost.reuse.repair.base import Repair
-from kvboost.tiers.index import ChunkIndex
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +54,7 @@ class VLLMRequest(Protocol):
     lora_request: object | None
     mm_features: Sequence[object]
     prompt_embeds: object | None
+    skip_reading_prefix_cache: bool
 
 
 @dataclass
@@ -74,7 +67,10 @@ class _Known:
     loads: bool = False  # blocks are being filled
     exact_stop: int | None = None  # rows from here on have something moved below them
     ratio: float = 0.0  # of moved tokens that are repaired
+    moved_work: Work | None = None  # of a load of moved text and of the step after it
+    moved_s: float = 0.0  # that the load took
     to_load: tuple[int, int, ReusePlan] | None = None  # rows that were promised, and from where
+    was_loaded: bool = False  # since it was preempted: if vLLM asks again, that has failed
     is_saved: bool = False  # its prompt, or it is on its way
     num_exact: int = 0
     num_moved: int = 0
@@ -90,19 +86,6 @@ class _Known:
         }
 
 
-class Words:
-    """Evidence for a repair strategy that goes by the prompt's tokens alone."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens = tokens
-
-    def deviation(self) -> npt.NDArray[np.float32]:
-        """Not measured inside vLLM."""
-        raise NotImplementedError
-
-    attention = sensitivity = deviation
-
-
 class SchedulerSide:
     """Decides, request by request and step by step, what the workers load and save."""
 
@@ -114,17 +97,13 @@ class SchedulerSide:
         hash_block_size: int,
     ) -> None:
         """`blocks_of` tells the blocks of a request, `hash_block_size` the tokens in a hash."""
-        self._options, self._repairs = options, repairs
+        self._default = options.reuse
         self._blocks_of, self._hash_block_size = blocks_of, hash_block_size
-        self._facts = Facts(b"", "no worker has said what it can", "", must_bring=False, changes=())
-        self._index = ChunkIndex()
+        self._choice = Choice(options, repairs)
+        self.guard = self._choice.guard
         self._known: dict[str, _Known] = {}
         self._work = StepWork()
-        self._audited: dict[str, tuple[str, float]] = {}  # by request: tenant and ratio
-        self._cost = CostModel()
-        self._measured: tuple[Work, float] | None = None
-        self._num_steps = 0  # that were not reported yet
-        self.guard = QualityGuard(options.quality_budget, tuple(repairs), options.audit_ratio)
+        self._audited: dict[str, float] = {}  # by request: the ratio it was made with
         self.counts: Counter[str] = Counter()  # since they were taken
 
     def learn(self, facts: Sequence[Facts]) -> None:
@@ -133,39 +112,43 @@ class SchedulerSide:
         Each rank has keys of its own. All hold their part of the same chunks, so that the index of
         the first stands for all; what another rank turns out to miss is computed.
         """
-        self._facts = next((each for each in facts if each.refusal), facts[0])
-        self._note(self._facts.changes)
-        if self._facts.refusal:
-            log.warning("KVBoost reuses nothing: %s", self._facts.refusal)
-        elif self._facts.move_refusal:
-            log.warning("KVBoost reuses exact text only: %s", self._facts.move_refusal)
+        found = next((each for each in facts if each.refusal), facts[0])
+        self._choice.learn(found)
+        if found.refusal:
+            log.warning("KVBoost reuses nothing: %s", found.refusal)
+        elif found.move_refusal:
+            log.warning("KVBoost reuses exact text only: %s", found.move_refusal)
 
     def add(self, request: VLLMRequest) -> None:
         """A request came in."""
-        if self._facts.refusal or not _is_plain(request):
+        facts = self._choice.facts
+        if facts.refusal or not _is_plain(request):
             return
-        reuse = _asked_for(request.kv_transfer_params, self._options.reuse)
+        reuse = _asked_for(request.kv_transfer_params, self._default)
         if reuse == "off":
             return
         known = _Known(reuse, request.cache_salt or "")
         self._known[request.request_id] = known
         tokens = list(request.all_token_ids)
-        if self._facts.must_bring and not self._has_all(tokens, known):
+        if facts.must_bring and not self._choice.has_all(tokens, known.tenant):
             known.waits = True
             self._work.brings.append(Bring(request.request_id, tokens, known.tenant, known.reuse))
 
     def match(self, request: VLLMRequest, num_local: int) -> tuple[int | None, bool]:
-        """How many tokens after the first `num_local` can be supplied; whether beside the step.
+        """How many tokens after the first `num_local` can be supplied; whether between steps.
 
         None: not known yet.
         """
         known = self._known.get(request.request_id)
-        if known is None:
+        if known is None or known.was_loaded or request.skip_reading_prefix_cache:
             return 0, False
         if known.waits:
             return None, False
-        tokens = list(request.all_token_ids)
-        plan, known.ratio = self._find(tokens, num_local, known)
+        # vLLM hashes a block that is not full yet later, when it cannot be set apart any more.
+        num_hashed = len(request.block_hashes) * self._hash_block_size
+        plan, known.ratio = self._choice.best(
+            list(request.all_token_ids), known.tenant, known.reuse, num_local, num_hashed
+        )
         stop = plan.matches[-1].span.stop if plan.matches else 0
         if stop - num_local < LEAST_TOKENS:
             known.to_load = None
@@ -173,7 +156,7 @@ class SchedulerSide:
         known.to_load = (num_local, stop, plan)
         if plan.moved:
             self._set_apart(request, plan.moved[0].start)
-        return stop - num_local, not plan.moved
+        return stop - num_local, True
 
     def allocated(self, request: VLLMRequest, num_external: int) -> None:
         """Blocks were given to a request, also for what shall be supplied."""
@@ -181,11 +164,10 @@ class SchedulerSide:
         if known is None or known.to_load is None or num_external == 0:
             return
         (start, stop, plan), tokens = known.to_load, list(request.all_token_ids)
-        known.to_load, known.loads = None, not plan.moved
+        known.to_load, known.loads, known.was_loaded = None, True, True
         if plan.moved:
             first = plan.moved[0].start
             known.exact_stop = first if known.exact_stop is None else min(first, known.exact_stop)
-        repair = self._repairs.get(known.ratio)
         load = Load(
             request_id=request.request_id,
             tokens=tokens,
@@ -195,9 +177,10 @@ class SchedulerSide:
             stop=stop,
             plan=plan,
             ratio=known.ratio,
-            repaired=repair.select(plan, Words(tokens)) if repair and plan.moved else (),
+            repaired=self._choice.repaired(plan, known.ratio, tokens),
         )
         self._work.loads.append(load)
+        known.moved_work = work_of(plan, start, len(load.repaired)) if plan.moved else None
         known.num_moved = sum(len(run) for run in plan.moved)
         known.num_exact = plan.num_reused - known.num_moved
         known.num_repaired = len(load.repaired)
@@ -212,6 +195,8 @@ class SchedulerSide:
         work, self._work = self._work, StepWork()
         work.preempted = set(preempted)
         work.is_idle = not num_scheduled
+        for request_id in work.preempted & self._known.keys():
+            self._known[request_id].was_loaded = False
         for request_id, count in num_scheduled.items():
             known, request = self._known.get(request_id), requests.get(request_id)
             if known is None or request is None or known.is_saved:
@@ -220,22 +205,21 @@ class SchedulerSide:
                 known.is_saved = True
                 save = self._save(request, known, request.num_prompt_tokens, is_last=False)
                 work.saves += [save] if save else []
-        self._measure(num_scheduled, requests, work)
+        self._choice.begin_step(*self._measurable(num_scheduled, requests))
         return work
 
     def report(self, report: Report | None) -> None:
         """Hear what the workers have done."""
-        self._num_steps = max(0, self._num_steps - 1)
-        if self._measured is not None and self._num_steps == 0:
-            work, started = self._measured
-            self._cost.observe(work, time.perf_counter() - started)
-            self._measured = None
+        self._choice.end_step()
         if report is None:
             return
-        self._note(report.changes)
+        self._choice.note(report.changes)
         for request_id in report.brought:
             if request_id in self._known:
                 self._known[request_id].waits = False
+        for request_id, seconds in report.repairs_s.items():
+            if request_id in self._known:
+                self._known[request_id].moved_s = seconds
         for verdict in report.verdicts:
             self._judge(verdict)
 
@@ -254,8 +238,9 @@ class SchedulerSide:
         answer = {"kvboost": known.provenance()}
         if known.loads:
             return False, answer  # vLLM itself waits for the load
-        # The last token was chosen, not read; steps ahead may have counted more.
-        num_rows = min(request.num_tokens - 1, request.num_computed_tokens)
+        # The last token of an answer was chosen, not read; steps ahead may have counted more.
+        num_read = max(request.num_prompt_tokens, request.num_tokens - 1)
+        num_rows = min(num_read, request.num_computed_tokens)
         audit = self._audit(request, known, num_rows)
         if audit is not None:
             self._work.audits.append(audit)
@@ -263,38 +248,6 @@ class SchedulerSide:
         save = self._save(request, known, num_rows, is_last=True)
         self._work.saves += [save] if save else []
         return save is not None, answer
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether blocks will be given back soon."""
-        return bool(self._audited)
-
-    def _has_all(self, tokens: Sequence[int], known: _Known) -> bool:
-        """Whether nothing that others might have stored would help."""
-        return len(tokens) - self._exact(tokens, known)[0].num_reused < LEAST_TOKENS
-
-    def _exact(
-        self, tokens: Sequence[int], known: _Known
-    ) -> tuple[ReusePlan, list[Chunk], Namespace]:
-        space = namespace(self._facts.fingerprint, known.tenant, None)
-        chunks = split(tokens, self._options.chunk_size)
-        return find(chunks, derive(chunks, space), self._index), chunks, space
-
-    def _find(
-        self, tokens: Sequence[int], num_local: int, known: _Known
-    ) -> tuple[ReusePlan, float]:
-        """What of a prompt is worth taking from the store, and how much of it to repair."""
-        whole, chunks, space = self._exact(tokens, known)
-        exact = _after(whole, num_local)
-        allowance = self.guard.terms(known.tenant)
-        if known.reuse != "auto" or self._facts.move_refusal or not allowance.allows_moved:
-            return exact, 0.0
-        found = _after(find_moved(whole, chunks, self._index, space), num_local)
-        num_repaired = self._repairs[allowance.ratio].expected_rows(found)
-        pays = self._cost.pays(
-            _work(found, num_local, num_repaired), _work(exact, num_local, 0), MOVED_GAIN
-        )
-        return (found, allowance.ratio) if pays else (exact, 0.0)
 
     def _set_apart(self, request: VLLMRequest, exact_stop: int) -> None:
         """Keep blocks with anything approximate out of vLLM's prefix cache.
@@ -319,10 +272,10 @@ class SchedulerSide:
         num_answered = min(request.num_tokens - request.num_prompt_tokens, MOST_AUDITED)
         if known.exact_stop is None or num_answered < 1 or num_rows < request.num_prompt_tokens:
             return None
-        if not self.guard.wants_audit(known.tenant):
+        if not self.guard.wants_audit(EVERYBODY):
             return None
         stop = request.num_prompt_tokens + num_answered
-        self._audited[request.request_id] = (known.tenant, known.ratio)
+        self._audited[request.request_id] = known.ratio
         if stop > LONGEST_AUDIT or len(self._audited) > 1:
             self._judge(Verdict(request.request_id))
             return None
@@ -339,41 +292,33 @@ class SchedulerSide:
     def _judge(self, verdict: Verdict) -> None:
         if verdict.request_id not in self._audited:
             return  # another rank has said it already
-        tenant, ratio = self._audited.pop(verdict.request_id)
+        ratio = self._audited.pop(verdict.request_id)
         if verdict.kl is None:
-            self.guard.abandon(tenant)
+            self.guard.abandon(EVERYBODY)
         else:
             log.info("audit: mean KL %.4f, top-1 %.2f", verdict.kl, verdict.top1)
             self.counts["audits"] += 1
-            self.guard.record(tenant, ratio, verdict.kl, verdict.top1)
+            self.guard.record(EVERYBODY, ratio, verdict.kl, verdict.top1)
 
-    def _note(self, changes: Iterable[Change]) -> None:
-        """Follow the index of the workers."""
-        for change in changes:
-            if change.entry is None:
-                self._index.remove(change.key)
-            else:
-                self._index.add(change.entry, change.anchors)
+    def _measurable(
+        self, num_scheduled: Mapping[str, int], requests: Mapping[str, VLLMRequest]
+    ) -> tuple[Work | None, float]:
+        """The work of a step that ends the prompt of one request, and of nothing else.
 
-    def _measure(
-        self, num_scheduled: Mapping[str, int], requests: Mapping[str, VLLMRequest], step: StepWork
-    ) -> None:
-        """Time steps that compute all that one request still needs, and nothing else."""
-        self._num_steps += 1
-        self._measured = None
-        if len(num_scheduled) != 1 or self._num_steps > 1:
-            return
+        And how much of the time for it was spent before the step.
+        """
+        if len(num_scheduled) != 1:
+            return None, 0.0
         ((request_id, count),) = num_scheduled.items()
         known, request = self._known.get(request_id), requests.get(request_id)
-        if known is None or request is None or count < LEAST_TOKENS:
-            return
-        load = next((each for each in step.loads if each.request_id == request_id), None)
-        if load is None:
-            num_computed = request.num_computed_tokens
-            work = Work.of(num_computed + count, count, num_computed)
-        else:
-            work = _work(load.plan, load.start, len(load.repaired))
-        self._measured = (work, time.perf_counter())
+        if known is None or request is None:
+            return None, 0.0
+        num_computed = request.num_computed_tokens
+        if num_computed + count != request.num_prompt_tokens:
+            return None, 0.0
+        if known.moved_work is not None:
+            return known.moved_work, known.moved_s
+        return Work.of(num_computed + count, count, num_computed), 0.0
 
     def _count(self, request: VLLMRequest, known: _Known) -> None:
         self.counts["requests"] += 1
@@ -400,16 +345,3 @@ def _asked_for(params: Mapping[str, Any] | None, default: ReuseMode) -> ReuseMod
     except (ConfigError, TypeError, AttributeError) as error:
         log.warning("kv_transfer_params['kvboost'] of a request: %s; nothing is reused", error)
         return "off"
-
-
-def _after(plan: ReusePlan, start: int) -> ReusePlan:
-    """A plan without what vLLM has itself, which are the tokens before `start`."""
-    rest = (m.from_position(start) for m in plan.matches if m.span.stop > start)
-    return ReusePlan(plan.num_tokens, tuple(rest))
-
-
-def _work(plan: ReusePlan, num_local: int, num_repaired: int) -> Work:
-    """What filling the rows of a prompt will do on top of vLLM's own and those of a plan."""
-    num_placed = num_local + plan.num_reused
-    num_rows = plan.num_tokens - num_placed + num_repaired
-    return Work.of(plan.num_tokens, num_rows, num_placed)

@@ -27,7 +27,8 @@ class SparseModel:
 
     def __init__(self, model: Any, cache: PagedCache, vllm_config: Any) -> None:
         self._model, self._cache, self._config = model, cache, vllm_config
-        self._most_sequences: int = vllm_config.scheduler_config.max_num_seqs
+        limits = vllm_config.scheduler_config
+        self._limits: tuple[int, int] = (limits.max_num_seqs, limits.max_num_batched_tokens)
         layer = cache.layers[0]
         builder = layer.get_attn_backend().get_builder_cls()
         spec = layer.get_kv_cache_spec(vllm_config)
@@ -50,7 +51,7 @@ class SparseModel:
         """
         hidden = torch.empty(0)
         start = 0
-        for runs in _parts(positions, self._most_sequences):
+        for runs in _parts(positions, *self._limits):
             count = sum(map(len, runs))
             if correction is not None:
                 rows, spans = correction
@@ -141,13 +142,22 @@ class _Correction:
         self._cache.put(layer, stored.index_select(2, self._corrected), self._corrected_slots)
 
 
-def _parts(positions: Sequence[int], most: int) -> Iterator[list[Span]]:
-    """Sorted positions as runs, at most `most` of them at a time."""
+def _parts(positions: Sequence[int], most_runs: int, most_tokens: int) -> Iterator[list[Span]]:
+    """Sorted positions as runs, in batches within the limits that vLLM was set up for."""
     cuts = [at for at, (one, two) in enumerate(pairwise(positions), 1) if two != one + 1]
     borders = [0, *cuts, len(positions)]
-    runs = [Span(positions[start], positions[stop - 1] + 1) for start, stop in pairwise(borders)]
-    for first in range(0, len(runs), most):
-        yield runs[first : first + most]
+    batch: list[Span] = []
+    room = most_tokens
+    for start, stop in pairwise(borders):
+        for first in range(start, stop, most_tokens):
+            last = min(first + most_tokens, stop)
+            if batch and (last - first > room or len(batch) == most_runs):
+                yield batch
+                batch, room = [], most_tokens
+            batch.append(Span(positions[first], positions[last - 1] + 1))
+            room -= last - first
+    if batch:
+        yield batch
 
 
 def _within(span: Span, start: int, stop: int) -> Span:

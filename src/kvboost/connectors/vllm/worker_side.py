@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AUDIT_TOKENS = 128  # computed at once: a request that comes meanwhile waits for no more
+AUDIT_PATIENCE_S = 10.0  # without idle time: an audit holds blocks
 IDLE_WAIT_S = 0.005  # for K/V on its way, when the model has nothing to compute
 
 
@@ -96,7 +98,7 @@ class ReportedIndex(ChunkIndex):
 class WorkerSide:
     """Loads, saves and repairs what the scheduler's side decided.
 
-    What needs the model runs in the step that brings it; the rest on two threads beside it.
+    What needs the model runs after a step; the rest on threads beside it.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class WorkerSide:
         self._sparse: SparseModel | None = None
         self._model = KVFacts(b"", cache.geometry, {})
         self._is_first = is_first
+        self._bringer = ThreadPoolExecutor(4, "kvboost-bring")
         self._loader = ThreadPoolExecutor(1, "kvboost-load")
         self._saver = ThreadPoolExecutor(1, "kvboost-save")
         self._done = threading.Condition()
@@ -123,7 +126,7 @@ class WorkerSide:
         self._saved: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._saves: dict[str, Future[None]] = {}  # the latest one of each request
-        self._audits: deque[tuple[Audit, Iterator[Verdict | None]]] = deque()
+        self._audits: deque[tuple[Audit, float, Iterator[Verdict | None]]] = deque()  # since when
         self._report = Report()
         on_cpu = cache.device.type == "cpu"
         self._streams = [] if on_cpu else [torch.Stream(cache.device) for _ in range(2)]
@@ -148,18 +151,12 @@ class WorkerSide:
         )
 
     def begin_step(self, work: StepWork) -> None:
-        """Start what was decided; loads that compute are done when this returns."""
+        """Start what the model is not needed for."""
         for bring in work.brings:
-            self._submit(self._loader, self._bring, bring)
+            self._submit(self._bringer, self._bring, bring)
         for load in work.loads:
             if load.is_exact:
-                self._submit(self._loader, self._load, load)
-            else:
-                self._load_moved(load)
-        for audit in work.audits:
-            self._audits.append((audit, self._audit(audit)))
-        if work.is_idle and self._audits:
-            self._go_on_with_audit()
+                self._submit(self._loader, self._load, load, self._now())
 
     def before_attention(self, layer_name: str) -> None:
         """A layer has written its K/V and attention is about to read it."""
@@ -167,9 +164,16 @@ class WorkerSide:
             self._sparse.before_attention(layer_name)
 
     def end_step(self, work: StepWork) -> None:
-        """The step's K/V is written: save what was decided."""
+        """The step's K/V is written: save it, and have the model for what else it is needed for."""
         for save in work.saves:
             self._start_saving(save)
+        for load in work.loads:
+            if not load.is_exact:
+                self._load_moved(load)
+        now = time.monotonic()
+        self._audits += [(audit, now, self._audit(audit)) for audit in work.audits]
+        if self._audits and (work.is_idle or now - self._audits[0][1] > AUDIT_PATIENCE_S):
+            self._go_on_with_audit(is_idle=work.is_idle)
 
     def wait_for_saves(self, request_ids: Iterable[str]) -> None:
         """Before the blocks of requests are taken away from them."""
@@ -184,8 +188,6 @@ class WorkerSide:
                 self._done.wait(IDLE_WAIT_S)
             saved, self._saved = self._saved, set()
             loaded, self._loaded = self._loaded, set()
-        for request_id in saved:
-            self._saves.pop(request_id, None)
         return saved, loaded
 
     def take_failed_blocks(self) -> set[int]:
@@ -204,7 +206,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """Finish what was begun."""
-        self._loader.shutdown(cancel_futures=True)
+        for threads in (self._bringer, self._loader):
+            threads.shutdown(cancel_futures=True)
         self._saver.shutdown()
         self._store.tiers.close()
 
@@ -245,13 +248,13 @@ class WorkerSide:
             with self._done:
                 self._report.brought.append(bring.request_id)
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: Load, given: torch.Event | None) -> None:
         """Fill blocks with exact K/V, as far as it can be had."""
         stop = load.start
         try:
             plan = load.plan if self._is_first else self._own_plan(load)
             rows = BlockRows(self.cache, load.block_ids)
-            with self._stream(0):
+            with self._stream(0, given):
                 placed = assemble(plan, rows, self._model, self._store, self._space(load.tenant))
             self._store.forget(placed.lost)
             stop = placed.plan.matches[-1].span.stop if placed.plan.matches else load.start
@@ -265,6 +268,7 @@ class WorkerSide:
     def _load_moved(self, load: Load) -> None:
         """Fill rows with what was read elsewhere, and compute what it takes to make that right."""
         assert self._sparse is not None
+        started, stop = time.perf_counter(), load.start
         try:
             rows = SlotCache(self.cache.geometry, load.stop, self.cache.device)
             space = self._space(load.tenant)
@@ -282,9 +286,15 @@ class WorkerSide:
                 load.block_ids,
                 correction=(rows, self._repairs[load.ratio].corrected(placed.plan)),
             )
+            if self._streams:
+                torch.accelerator.synchronize()
+            stop = load.stop
         except Exception:
             log.exception("moved text could not be used, and is computed instead")
-            self._fail_from(load.start, load)
+        with self._done:
+            self._fail_from(stop, load)
+            self._loaded.add(load.request_id)
+            self._report.repairs_s[load.request_id] = time.perf_counter() - started
 
     def _fail_from(self, stop: int, load: Load) -> None:
         """Give up the blocks of a load in which not all rows are filled."""
@@ -293,8 +303,12 @@ class WorkerSide:
             self._failed_blocks.update(load.block_ids[stop // size : -(-load.stop // size)])
 
     def _start_saving(self, save: Save) -> None:
-        event = torch.accelerator.current_stream().record_event() if self._streams else None
-        self._saves[save.request_id] = self._submit(self._saver, self._save, save, event)
+        self._saves = {name: each for name, each in self._saves.items() if not each.done()}
+        self._saves[save.request_id] = self._submit(self._saver, self._save, save, self._now())
+
+    def _now(self) -> torch.Event | None:
+        """On a GPU: the end of all that the model was given so far."""
+        return torch.accelerator.current_stream().record_event() if self._streams else None
 
     def _save(self, save: Save, written: torch.Event | None) -> None:
         try:
@@ -323,14 +337,14 @@ class WorkerSide:
             yield
         stream.synchronize()
 
-    def _go_on_with_audit(self) -> None:
-        audit, steps = self._audits[0]
-        verdict: Verdict | None = None
+    def _go_on_with_audit(self, *, is_idle: bool) -> None:
+        """Take an audit a step further, or give it up for want of idle time: it holds blocks."""
+        audit, _, steps = self._audits[0]
+        verdict: Verdict | None = Verdict(audit.request_id)
         try:
-            verdict = next(steps)
+            verdict = next(steps) if is_idle else verdict
         except Exception:
             log.exception("an audit did not come to its end")
-            verdict = Verdict(audit.request_id)
         if verdict is None:
             return
         self._audits.popleft()
@@ -369,7 +383,7 @@ class WorkerSide:
         """What this rank has of a prompt, by its own keys."""
         chunks = split(load.tokens, self._options.chunk_size)
         found = find(chunks, derive(chunks, self._space(load.tenant)), self._index)
-        rest = [m.from_position(load.start) for m in found.matches if m.span.stop > load.start]
+        rest = found.after(load.start).matches
         return ReusePlan(len(load.tokens), tuple(m for m in rest if m.span.start < load.stop))
 
     def _space(self, tenant: str) -> Namespace:

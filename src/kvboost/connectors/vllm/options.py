@@ -1,0 +1,52 @@
+"""Options of the connector: those of everywhere, as far as vLLM does not do the work itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvboost.config import Options, hint, make_options
+from kvboost.errors import ConfigError
+
+OPTIONS = (
+    "audit_ratio",
+    "cache_url",
+    "chunk_size",
+    "disk_cache_dir",
+    "max_cache_bytes",
+    "max_chunks",
+    "max_disk_bytes",
+    "quality_budget",
+    "recompute_overlap",
+    "recompute_ratio",
+    "recompute_strategy",
+    "recompute_tail",
+    "reuse",
+    "tenant_quota",
+    "tier_deadline_ms",
+)
+"""Of `kvboost.config.Options`: what `kv_connector_extra_config` may set. vLLM does the rest."""
+
+STRATEGIES = ("sampled", "selective", "none")
+"""Those that choose by the prompt's tokens alone."""
+
+
+def read_options(values: Mapping[str, Any]) -> Options:
+    """`kv_connector_extra_config` as options.
+
+    Raises:
+        ConfigError: a name or value is wrong, or of no use inside vLLM.
+    """
+    for name in values:
+        if name not in OPTIONS:
+            raise ConfigError(
+                f"kv_connector_extra_config: KVBoost has no option {name!r} inside vLLM"
+                f"{hint(name, OPTIONS)}"
+            )
+    options = make_options(values)
+    if options.recompute_strategy not in STRATEGIES:
+        raise ConfigError(
+            f"recompute_strategy={options.recompute_strategy!r}: expected one of "
+            f"{', '.join(STRATEGIES)} inside vLLM"
+        )
+    return options

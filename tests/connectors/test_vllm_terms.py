@@ -1,0 +1,216 @@
+"""When the scheduler's side uses moved text: what audits found, and whether it pays."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from fake_vllm import BLOCK_IDS, CHUNK_SIZE, FakeRequest, admit, scheduler_side
+from fakes import words
+from kvboost.config import Options
+from kvboost.connectors.vllm import scheduler_side as module
+from kvboost.connectors.vllm.messages import Audit, Report, Verdict
+from kvboost.connectors.vllm.scheduler_side import LONGEST_AUDIT, MOST_AUDITED, SchedulerSide
+from kvboost.policy.guard import NUM_TRIALS
+
+DOCUMENT = words(128, seed=2)
+ELSEWHERE = words(40, seed=3) + DOCUMENT
+MOVED_AT = 20
+PROMPT = words(MOVED_AT, seed=5) + DOCUMENT + words(30, seed=6)
+PROMISED = MOVED_AT + len(DOCUMENT)
+
+
+def answered(
+    side: SchedulerSide,
+    name: str,
+    num_answered: int = 3,
+    prompt: list[int] = PROMPT,
+    tenant: str = "",
+) -> tuple[bool, list[Audit]]:
+    """A request on moved text that has ended: whether it keeps its blocks, and its audits."""
+    request = FakeRequest(name, prompt, cache_salt=tenant)
+    assert admit(side, request)[1] is False
+    side.step({}, {}, ())
+    request.answer(range(num_answered))
+    keeps_blocks, _ = side.finish(request)
+    return keeps_blocks, side.step({}, {}, ()).audits
+
+
+def test_an_answer_on_moved_text_is_audited() -> None:
+    side = scheduler_side(ELSEWHERE)
+    keeps_blocks, (audit,) = answered(side, "r")
+    assert keeps_blocks and side.is_busy
+    assert audit == Audit("r", [*PROMPT, 0, 1, 2], len(PROMPT), MOVED_AT, "", BLOCK_IDS, 0.15)
+    side.report(Report(verdicts=[Verdict("r", 0.01, 1.0)]))
+    assert not side.is_busy
+    assert side.counts["audits"] == 1
+    assert side.guard.snapshot()[""]["mean_kl"] == 0.01
+
+
+def test_of_a_long_answer_the_beginning_is_audited() -> None:
+    _, (audit,) = answered(scheduler_side(ELSEWHERE), "r", num_answered=100)
+    assert len(audit.tokens) == len(PROMPT) + MOST_AUDITED
+
+
+def test_a_verdict_counts_once_and_only_for_what_was_asked() -> None:
+    side = scheduler_side(ELSEWHERE)
+    answered(side, "r")
+    verdict = Verdict("r", 0.01, 1.0)
+    side.report(Report(verdicts=[Verdict("unknown", 9.0), verdict, verdict]))
+    assert side.counts["audits"] == 1
+
+
+def test_one_audit_at_a_time_keeps_blocks_for_it() -> None:
+    side = scheduler_side(ELSEWHERE)
+    answered(side, "one")
+    keeps_blocks, audits = answered(side, "two")
+    assert keeps_blocks  # for its save
+    assert audits == []
+    side.report(Report(verdicts=[Verdict("one", 0.0, 1.0)]))
+    assert len(answered(side, "three")[1]) == 1
+
+
+def test_a_request_too_long_to_hold_its_blocks_is_not_audited() -> None:
+    side = scheduler_side(ELSEWHERE)
+    long = [*PROMPT, *words(LONGEST_AUDIT, seed=8)]
+    assert answered(side, "r", prompt=long)[1] == []
+    assert not side.is_busy
+
+
+def test_exact_answers_and_those_that_were_not_given_are_not_audited() -> None:
+    side, exact = scheduler_side(ELSEWHERE), FakeRequest("e", ELSEWHERE + words(20))
+    admit(side, exact)
+    side.loaded(["e"])
+    exact.answer([1, 2])
+    side.finish(exact)
+    cut_short = FakeRequest("c", PROMPT)
+    admit(side, cut_short)
+    cut_short.num_computed_tokens = len(PROMPT)
+    side.finish(cut_short)
+    work = side.step({}, {}, ())
+    assert work.audits == []
+    assert [save.request_id for save in work.saves] == ["e", "c"]
+
+
+def test_an_audit_that_did_not_end_is_asked_for_again() -> None:
+    side = scheduler_side(ELSEWHERE)
+    for number in range(3 * NUM_TRIALS):
+        assert len(answered(side, f"r{number}")[1]) == 1
+        side.report(Report(verdicts=[Verdict(f"r{number}")]))
+    assert side.counts["audits"] == 0
+    assert side.guard.terms("").allows_moved
+
+
+def test_answers_beyond_the_budget_raise_the_ratio_and_then_end_moved_text() -> None:
+    side, ratios = scheduler_side(ELSEWHERE), []
+    for number in range(3 * NUM_TRIALS):
+        (audit,) = answered(side, f"r{number}")[1]
+        ratios.append(audit.ratio)
+        side.report(Report(verdicts=[Verdict(f"r{number}", 1.0, 0.5)]))
+    assert ratios == [0.15] * NUM_TRIALS + [0.3] * NUM_TRIALS + [0.6] * NUM_TRIALS
+    assert admit(side, FakeRequest("r", PROMPT)) == (0, False)
+
+
+def test_answers_within_the_budget_are_soon_audited_seldom() -> None:
+    side = scheduler_side(ELSEWHERE)
+    for number in range(NUM_TRIALS):
+        answered(side, f"r{number}")
+        side.report(Report(verdicts=[Verdict(f"r{number}", 0.01, 1.0)]))
+    assert answered(side, "later")[1] == []
+    assert side.guard.terms("").ratio == 0.15
+
+
+class Clock:
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    return clock
+
+
+def run(side: SchedulerSide, clock: Clock, counts: dict[str, int], num_computed: int,
+        seconds: float) -> None:  # fmt: skip
+    """One step, from its start to its report; requests have `num_computed` tokens already."""
+    options = {"kvboost": {"reuse": "exact"}}
+    requests = {
+        name: FakeRequest(name, words(num_computed + count, seed=7), num_computed, None, options)
+        for name, count in counts.items()
+    }
+    for request in requests.values():
+        side.add(request)
+    side.step(counts, requests, ())
+    clock.now += seconds
+    side.report(None)
+
+
+LONG = [*words(1500, seed=9), *DOCUMENT, *words(30, seed=6)]  # mostly computed either way
+
+
+def taught(clock: Clock, **others: int) -> SchedulerSide:
+    """A side that has seen prefill at an even pace, and slow steps on top of placed rows."""
+    side = scheduler_side(ELSEWHERE)
+    for count in (200, 600, 1000) * 3:
+        run(side, clock, {"r": count, **others}, 0, 1e-3 * count)
+        run(side, clock, {"r": count, **others}, 1000, 1e-2 * count)
+    return side
+
+
+def test_moved_text_is_used_until_it_is_known_not_to_pay(clock: Clock) -> None:
+    assert admit(scheduler_side(ELSEWHERE), FakeRequest("x", LONG))[0] == 1500 + len(DOCUMENT)
+    assert admit(taught(clock), FakeRequest("x", LONG)) == (0, False)
+
+
+def test_steps_of_several_requests_teach_nothing(clock: Clock) -> None:
+    side = taught(clock, another=1)
+    assert admit(side, FakeRequest("x", LONG))[0] == 1500 + len(DOCUMENT)
+
+
+def test_steps_of_a_few_tokens_teach_nothing(clock: Clock) -> None:
+    side = scheduler_side(ELSEWHERE)
+    for _ in range(20):
+        run(side, clock, {"r": 1}, 1000, 50.0)
+    assert admit(side, FakeRequest("x", LONG))[0] == 1500 + len(DOCUMENT)
+
+
+def test_steps_that_overlap_teach_nothing(clock: Clock) -> None:
+    side = scheduler_side(ELSEWHERE)
+    side.step({}, {}, ())  # is never reported before the next one begins
+    for count in (200, 600, 1000) * 3:
+        run(side, clock, {"r": count}, 1000, 1e-2 * count)
+        side.step({}, {}, ())
+    assert admit(side, FakeRequest("x", LONG))[0] == 1500 + len(DOCUMENT)
+
+
+def test_moved_text_that_pays_is_used(clock: Clock) -> None:
+    side = scheduler_side(ELSEWHERE)
+    for count in (200, 600, 1000) * 3:
+        run(side, clock, {"r": count}, 0, 1e-3 * count)
+        run(side, clock, {"r": count}, 1000, 1e-3 * count)
+    assert admit(side, FakeRequest("x", PROMPT)) == (PROMISED, False)
+    assert admit(side, FakeRequest("y", LONG)) == (0, False)  # it would win less than a fifth
+
+
+def test_a_step_with_moved_text_is_counted_with_what_its_load_computes(clock: Clock) -> None:
+    side, request = scheduler_side(ELSEWHERE), FakeRequest("r", PROMPT)
+    admit(side, request)
+    request.num_computed_tokens = PROMISED
+    (load,) = side.step({"r": 30}, {"r": request}, ()).loads
+    clock.now += 2.0
+    side.report(None)
+    ((work, seconds),) = side._choice.cost._seen
+    assert work.num_rows == MOVED_AT + 30 + len(load.repaired)
+    assert (work.num_placed, seconds) == (len(DOCUMENT), 2.0)
+
+
+def test_an_option_of_no_repair_is_taken() -> None:
+    options = Options(reuse="auto", chunk_size=CHUNK_SIZE, recompute_strategy="none")
+    side = scheduler_side(ELSEWHERE, options=options)
+    admit(side, FakeRequest("r", PROMPT))
+    assert side.step({}, {}, ()).loads[0].repaired == []
