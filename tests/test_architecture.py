@@ -62,12 +62,12 @@ def test_deciding_modules_load_without_torch() -> None:
         "tiers.memory",
         "tiers.index",
     ]
-    names += ["policy.cost", "policy.guard"]
+    names += ["policy.cost", "policy.guard", "connectors.vllm.scheduler_side"]
     imports = "; ".join(f"import kvboost.{name}" for name in names)
     check = f"import sys; {imports}; import kvboost; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
 def test_inner_packages_hold_a_docstring_only() -> None:
-    inits = SRC.rglob("*/__init__.py")
+    inits = set(SRC.rglob("*/__init__.py")) - {SRC / "connectors/vllm/__init__.py"}  # vLLM's entry
     assert [str(path) for path in inits if len(ast.parse(path.read_text()).body) > 1] == []
