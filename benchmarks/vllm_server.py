@@ -140,7 +140,7 @@ class VllmServer:
 
     def forget(self) -> None:
         """Empty vLLM's own prefix cache, once all requests have given their blocks back."""
-        for _ in range(200):
+        for _ in range(1200):
             said = self._client.post("/reset_prefix_cache")
             if said.status_code == 200 and "Failed to reset" not in self._new_log():
                 return
