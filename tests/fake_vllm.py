@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fakes import words
 from kvboost.build import build_repairs
 from kvboost.config import Options
 from kvboost.connectors.vllm.blocks import BlockRows, PagedCache
@@ -173,6 +174,28 @@ def admit(side: SchedulerSide, request: FakeRequest, num_local: int = 0) -> tupl
     count, is_beside = side.match(request, num_local)
     side.allocated(request, count or 0)
     return count, is_beside
+
+
+PREFIX = words(64, seed=1)
+DOCUMENT = words(128, seed=2)
+ELSEWHERE = words(40, seed=3) + DOCUMENT + words(24, seed=4)  # where the document was read before
+MOVED_AT = len(PREFIX) + 20
+MOVED_STOP = MOVED_AT + len(DOCUMENT)
+
+
+def moved_prompt(seed: int = 5) -> list[int]:
+    """An exact prefix, 20 tokens, the document and a question."""
+    return PREFIX + words(20, seed) + DOCUMENT + words(30, seed + 1)
+
+
+def knowing(**how: object) -> SchedulerSide:
+    """A scheduler's side whose workers have stored the prefix and the document."""
+    return scheduler_side(PREFIX, ELSEWHERE, **how)  # type: ignore[arg-type]
+
+
+def all_saves(side: SchedulerSide) -> list[Save]:
+    """Those of an idle step."""
+    return side.step({}, {}, ()).saves
 
 
 class FakeSparse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,8 +22,9 @@ from fake_vllm import (
     worker_side,
 )
 from fakes import words
+from kvboost.connectors.vllm import worker_side as module
 from kvboost.connectors.vllm.messages import Audit, Report, StepWork, Verdict
-from kvboost.connectors.vllm.worker_side import AUDIT_TOKENS, WorkerSide
+from kvboost.connectors.vllm.worker_side import AUDIT_PATIENCE_S, AUDIT_TOKENS, WorkerSide
 from kvboost.core import Rotation, Span
 from kvboost.rope import move
 
@@ -57,16 +59,33 @@ def moved_rows(worker: WorkerSide, rows: torch.Tensor) -> torch.Tensor:
     return turned
 
 
-def test_moved_rows_are_turned_and_placed_before_the_step(
+def test_moved_rows_are_turned_and_placed_after_the_step(
     worker: WorkerSide, sparse: FakeSparse
 ) -> None:
     rows = saved(worker, STORED)
-    load = load_of(PROMPT, STORED)
-    worker.begin_step(StepWork(loads=[load]))
+    worker.take_report()
+    work = StepWork(loads=[load_of(PROMPT, STORED)])
+    worker.begin_step(work)
+    assert not rows_of(worker, AWAY, MOVED).any() and not sparse.forwards  # the model is in use
+    assert worker.take_finished(None) == (set(), set())
+    worker.end_step(work)
     assert torch.equal(rows_of(worker, AWAY, MOVED), moved_rows(worker, rows))
     assert not torch.equal(moved_rows(worker, rows), rows[:, :, 40:])
-    assert worker.take_finished(None) == (set(), set())
+    assert worker.take_finished(None) == (set(), {"loaded"})
     assert worker.take_failed_blocks() == set()
+
+
+def test_how_long_a_load_of_moved_text_took_is_told_once(
+    worker: WorkerSide, sparse: FakeSparse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(worker, STORED)
+    worker.take_report()
+    times = iter([100.0, 102.5])
+    clock = SimpleNamespace(perf_counter=lambda: next(times), monotonic=lambda: 0.0)
+    monkeypatch.setattr(module, "time", clock)
+    worker.end_step(StepWork(loads=[load_of(PROMPT, STORED)]))
+    assert worker.take_report() == Report(repairs_s={"loaded": 2.5})
+    assert worker.take_report() is None
 
 
 def test_what_is_new_and_what_is_repaired_is_computed(
@@ -74,7 +93,7 @@ def test_what_is_new_and_what_is_repaired_is_computed(
 ) -> None:
     saved(worker, STORED)
     load = load_of(PROMPT, STORED)
-    worker.begin_step(StepWork(loads=[load]))
+    worker.end_step(StepWork(loads=[load]))
     ((tokens, positions),) = sparse.forwards
     assert load.repaired
     assert positions == sorted([*range(HEAD), *load.repaired])  # and not what vLLM computes
@@ -88,7 +107,7 @@ def test_rows_that_vllm_has_are_not_computed_or_written(
 ) -> None:
     saved(worker, STORED)
     load = load_of(PROMPT, STORED, start=16)
-    worker.begin_step(StepWork(loads=[load]))
+    worker.end_step(StepWork(loads=[load]))
     ((_, positions),) = sparse.forwards
     assert positions == sorted([*range(16, HEAD), *load.repaired])
     assert not rows_of(worker, AWAY, Span(0, 16)).any()
@@ -99,7 +118,7 @@ def test_moved_rows_that_are_gone_are_computed(worker: WorkerSide, sparse: FakeS
     lost = changes_of(STORED)[2].key  # tokens 64 to 96
     worker._store.tiers.memory.discard([lost])
     load = load_of(PROMPT, STORED)
-    worker.begin_step(StepWork(loads=[load]))
+    worker.end_step(StepWork(loads=[load]))
     ((_, positions),) = sparse.forwards
     gap = range(64 + DELTA, 64 + DELTA + CHUNK_SIZE)
     assert positions == sorted({*range(HEAD), *gap, *load.repaired})
@@ -112,8 +131,11 @@ def test_moved_rows_that_are_gone_are_computed(worker: WorkerSide, sparse: FakeS
 def test_moved_text_that_cannot_be_computed_fails(worker: WorkerSide, sparse: FakeSparse) -> None:
     saved(worker, STORED)
     sparse.error = RuntimeError("no memory")
-    worker.begin_step(StepWork(loads=[load_of(PROMPT, STORED, start=16)]))
+    worker.end_step(StepWork(loads=[load_of(PROMPT, STORED, start=16)]))
     assert worker.take_failed_blocks() == set(AWAY[1:8])  # rows 16 to 116
+    assert worker.take_finished(None) == (set(), {"loaded"})
+    report = worker.take_report()
+    assert report is not None and "loaded" in report.repairs_s
 
 
 ANSWERED = [*PROMPT, *words(5, seed=7)]
@@ -202,3 +224,39 @@ def test_audits_are_done_one_after_the_other(worker: WorkerSide, sparse: FakeSpa
     do(worker, StepWork(audits=[AUDIT, replace(AUDIT, request_id="s")]))
     order = [sorted(do(worker, IDLE)[0]) for _ in range(4)]
     assert order == [[], ["r"], [], ["s"]]
+
+
+def test_an_audit_waits_for_idle_time_but_not_for_ever(
+    worker: WorkerSide, sparse: FakeSparse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = fill(worker, AWAY, len(ANSWERED))
+    clock = SimpleNamespace(now=50.0, perf_counter=lambda: 0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(module, "time", clock)
+    worker.end_step(StepWork(audits=[AUDIT]))
+    clock.now += AUDIT_PATIENCE_S
+    worker.end_step(StepWork())
+    assert worker._audits and worker.take_report() is None
+    clock.now += 1.0
+    worker.end_step(StepWork())
+    worker.wait_for_saves(["r"])
+    assert worker.take_finished(None) == ({"r"}, set())  # its blocks are given back
+    report = worker.take_report()
+    assert report is not None and report.verdicts == [Verdict("r")]
+    assert not worker._audits and not sparse.forwards
+    do(worker, StepWork(loads=[load_of([*ANSWERED[:HEAD], 1], ANSWERED[:HEAD])]))
+    assert worker.take_failed_blocks() == set()
+    assert torch.equal(rows_of(worker, AWAY, Span(0, HEAD)), rows[:, :, :HEAD])
+
+
+def test_an_audit_that_was_begun_is_given_up_in_a_busy_time_too(
+    worker: WorkerSide, sparse: FakeSparse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sparse.logits = [logits_of(0, 1, 2, 3, 0)] * 2
+    do(worker, StepWork(audits=[AUDIT], is_idle=True))
+    assert len(sparse.forwards) == 2
+    monkeypatch.setattr(module, "AUDIT_PATIENCE_S", -1.0)
+    assert do(worker, StepWork()) == ({"r"}, set())
+    report = worker.take_report()
+    assert report is not None and report.verdicts == [Verdict("r")]
+    assert len(sparse.forwards) == 2

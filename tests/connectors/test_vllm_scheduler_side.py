@@ -1,4 +1,4 @@
-"""What the scheduler's side promises, to whom, and what it has saved."""
+"""What the scheduler's side promises, to whom, and what it tells of it."""
 
 from __future__ import annotations
 
@@ -8,37 +8,25 @@ from fake_vllm import (
     BLOCK_IDS,
     BLOCK_SIZE,
     CHUNK_SIZE,
+    DOCUMENT,
+    ELSEWHERE,
     MODEL,
+    MOVED_AT,
+    MOVED_STOP,
+    PREFIX,
     FakeRequest,
     admit,
     changes_of,
+    knowing,
+    moved_prompt,
     scheduler_side,
 )
 from fakes import words
 from kvboost.config import Options
-from kvboost.connectors.vllm.messages import Change, Facts, Report, Save
+from kvboost.connectors.vllm.messages import Change, Facts, Report
 from kvboost.connectors.vllm.scheduler_side import SchedulerSide
 from kvboost.core import MatchKind
 from kvboost.reuse.lookup import LEAST_TOKENS
-
-PREFIX = words(64, seed=1)
-DOCUMENT = words(128, seed=2)
-ELSEWHERE = words(40, seed=3) + DOCUMENT + words(24, seed=4)  # where the document was read before
-MOVED_AT = len(PREFIX) + 20
-MOVED_STOP = MOVED_AT + len(DOCUMENT)
-
-
-def moved_prompt(seed: int = 5) -> list[int]:
-    """An exact prefix, 20 tokens, the document and a question."""
-    return PREFIX + words(20, seed) + DOCUMENT + words(30, seed + 1)
-
-
-def knowing(**how: object) -> SchedulerSide:
-    return scheduler_side(PREFIX, ELSEWHERE, **how)  # type: ignore[arg-type]
-
-
-def all_saves(side: SchedulerSide) -> list[Save]:
-    return side.step({}, {}, ()).saves
 
 
 def test_where_nothing_is_known_nothing_is_promised() -> None:
@@ -107,7 +95,7 @@ def test_the_last_token_is_never_promised() -> None:
     side = knowing()
     assert admit(side, FakeRequest("exact", PREFIX)) == (len(PREFIX) - 1, True)
     at_the_end = words(20, seed=9) + DOCUMENT
-    assert admit(side, FakeRequest("moved", at_the_end)) == (len(at_the_end) - 1, False)
+    assert admit(side, FakeRequest("moved", at_the_end)) == (len(at_the_end) - 1, True)
 
 
 def test_so_few_tokens_that_they_do_not_pay_are_not_promised() -> None:
@@ -120,21 +108,10 @@ def test_so_few_tokens_that_they_do_not_pay_are_not_promised() -> None:
     assert side.step({}, {}, ()).loads == []  # the first promise is off
 
 
-def test_rows_that_were_approximate_once_stay_so_for_a_request() -> None:
-    side, request = knowing(), FakeRequest("r", moved_prompt())
-    admit(side, request)
-    side.step({}, {}, ["r"])
-    assert side.match(request, 96) == (MOVED_STOP - 96, False)  # its own blocks, from vLLM
-    side.allocated(request, MOVED_STOP - 96)
-    request.num_computed_tokens = MOVED_STOP
-    side.finish(request)
-    assert all_saves(side)[0].tokens == moved_prompt()[:MOVED_AT]
-
-
 def test_another_tenant_finds_nothing() -> None:
     side = knowing()
     assert admit(side, FakeRequest("other", moved_prompt(), cache_salt="b")) == (0, False)
-    assert admit(side, FakeRequest("same", moved_prompt())) == (MOVED_STOP, False)
+    assert admit(side, FakeRequest("same", moved_prompt())) == (MOVED_STOP, True)
     side.report(Report(changes=changes_of(PREFIX, "b")))
     assert admit(side, FakeRequest("b", moved_prompt(), cache_salt="b")) == (len(PREFIX), True)
 
@@ -155,7 +132,7 @@ def test_a_request_that_wants_nothing_or_is_wrong_gets_nothing(asked: object) ->
 @pytest.mark.parametrize("params", [None, {}, {"other": 1}, {"kvboost": {}}])
 def test_a_request_that_says_nothing_gets_what_the_options_say(params: object) -> None:
     request = FakeRequest("r", moved_prompt(), kv_transfer_params=params)
-    assert admit(knowing(), request) == (MOVED_STOP, False)
+    assert admit(knowing(), request) == (MOVED_STOP, True)
     exact = Options(reuse="exact", chunk_size=CHUNK_SIZE)
     assert admit(knowing(options=exact), request) == (len(PREFIX), True)
     off = Options(reuse="off", chunk_size=CHUNK_SIZE)
@@ -165,7 +142,7 @@ def test_a_request_that_says_nothing_gets_what_the_options_say(params: object) -
 def test_a_request_may_ask_for_more_than_the_options() -> None:
     side = knowing(options=Options(reuse="off", chunk_size=CHUNK_SIZE))
     request = FakeRequest("r", moved_prompt(), kv_transfer_params={"kvboost": {"reuse": "auto"}})
-    assert admit(side, request) == (MOVED_STOP, False)
+    assert admit(side, request) == (MOVED_STOP, True)
 
 
 @pytest.mark.parametrize(
@@ -218,9 +195,9 @@ def test_what_is_brought_for_a_request_that_is_gone_is_no_matter() -> None:
     assert side.match(request, 0) == (0, False)
 
 
-def test_moved_text_is_loaded_within_the_step() -> None:
+def test_moved_text_is_promised_with_what_is_computed_of_it() -> None:
     side, request = knowing(), FakeRequest("r", moved_prompt())
-    assert admit(side, request, num_local=32) == (MOVED_STOP - 32, False)
+    assert admit(side, request, num_local=32) == (MOVED_STOP - 32, True)
     (load,) = side.step({}, {}, ()).loads
     (moved,) = load.plan.moved
     assert not load.is_exact
@@ -258,9 +235,33 @@ def test_moved_text_whose_block_has_no_hash_yet_is_left_out(num_tokens: int) -> 
     assert admit(side, request) == (len(PREFIX), True)
     request = FakeRequest("whole", prompt[:256], hash_block_size=128)
     plain = list(request.block_hashes)
-    assert admit(side, request) == (255, False)
+    assert admit(side, request) == (255, True)
     assert request.block_hashes[0] == plain[0]
     assert request.block_hashes[1] != plain[1]
+
+
+def test_who_may_not_read_cached_blocks_gets_none_and_is_saved() -> None:
+    """As where log-probabilities of the prompt are asked for: all of it must be computed."""
+    side = knowing()
+    request = FakeRequest("r", moved_prompt(), skip_reading_prefix_cache=True)
+    plain = list(request.block_hashes)
+    assert admit(side, request) == (0, False)
+    assert request.block_hashes == plain
+    work = side.step({"r": 242}, {"r": request}, ())
+    assert work.loads == []
+    assert [save.tokens for save in work.saves] == [moved_prompt()]
+
+
+def test_a_promise_of_moved_text_that_is_not_kept_leaves_rows_exact() -> None:
+    side, request = knowing(), FakeRequest("r", moved_prompt())
+    side.add(request)
+    assert side.match(request, 0) == (MOVED_STOP, True)
+    side.allocated(request, 0)  # vLLM had no room for it
+    (save,) = side.step({"r": 242}, {"r": request}, ()).saves
+    assert save.tokens == moved_prompt()
+    request.answer([1, 2])
+    _, answer = side.finish(request)
+    assert answer is not None and answer["kvboost"]["provenance"] == "exact"
 
 
 def test_exact_text_leaves_hashes_alone() -> None:
@@ -276,99 +277,6 @@ def test_what_has_left_the_workers_is_not_promised() -> None:
     assert admit(side, FakeRequest("r", PREFIX + words(50))) == (CHUNK_SIZE, True)
     side.report(Report(changes=[Change(change.key) for change in changes_of(ELSEWHERE)]))
     assert admit(side, FakeRequest("moved", words(20) + DOCUMENT + words(9))) == (0, False)
-
-
-def test_a_prompt_is_saved_once_and_with_its_last_piece() -> None:
-    side, request = scheduler_side(), FakeRequest("r", words(100), cache_salt="b")
-    admit(side, request)
-    assert side.step({"r": 60}, {"r": request}, ()).saves == []
-    request.num_computed_tokens = 60
-    assert side.step({"r": 39}, {"r": request}, ()).saves == []
-    request.num_computed_tokens = 99
-    saves = side.step({"r": 1}, {"r": request}, ()).saves
-    assert saves == [Save("r", words(100), "b", BLOCK_IDS, is_last=False)]
-    request.answer([7, 8])
-    assert side.step({"r": 1}, {"r": request}, ()).saves == []
-
-
-def test_steps_of_unknown_requests_save_nothing() -> None:
-    side, request = scheduler_side(), FakeRequest("r", words(100))
-    assert side.step({"r": 100}, {"r": request}, ()).saves == []
-    side.add(request)
-    assert side.step({"r": 100}, {}, ()).saves == []
-
-
-def test_prompts_of_a_few_tokens_are_not_saved() -> None:
-    side, request = scheduler_side(), FakeRequest("r", words(LEAST_TOKENS - 1))
-    admit(side, request)
-    assert side.step({"r": 15}, {"r": request}, ()).saves == []
-
-
-def test_of_an_approximate_request_only_rows_before_moved_text_are_saved() -> None:
-    options = Options(reuse="auto", chunk_size=CHUNK_SIZE, audit_ratio=0.0)
-    side, request = knowing(options=options), FakeRequest("r", moved_prompt())
-    admit(side, request)
-    request.num_computed_tokens = MOVED_STOP
-    (save,) = side.step({"r": 30}, {"r": request}, ()).saves
-    assert save.tokens == moved_prompt()[:MOVED_AT]
-    request.num_computed_tokens = 242
-    assert side.finish(request)[0]  # ended before it had an answer, so there is nothing to audit
-    (save,) = all_saves(side)
-    assert (save.tokens, save.is_last) == (moved_prompt()[:MOVED_AT], True)
-
-
-def test_a_request_that_ends_saves_all_rows_but_that_of_its_last_token() -> None:
-    side, request = scheduler_side(), FakeRequest("r", words(100), cache_salt="b")
-    admit(side, request)
-    request.answer([7, 8, 9])
-    keeps_blocks, _ = side.finish(request)
-    assert keeps_blocks
-    assert all_saves(side) == [Save("r", [*words(100), 7, 8], "b", BLOCK_IDS, is_last=True)]
-    assert side.finish(request) == (False, None)
-
-
-def test_rows_that_steps_ahead_have_counted_are_not_saved() -> None:
-    side, request = scheduler_side(), FakeRequest("r", words(100))
-    admit(side, request)
-    request.answer([7, 8, 9])
-    request.num_computed_tokens = 105
-    side.finish(request)
-    assert all_saves(side)[0].tokens == [*words(100), 7, 8]
-
-
-def test_a_request_that_ends_amid_its_prompt_saves_what_is_computed() -> None:
-    side, request = scheduler_side(), FakeRequest("r", words(100))
-    admit(side, request)
-    request.num_computed_tokens = 40
-    assert side.finish(request)[0]
-    assert all_saves(side)[0].tokens == words(100)[:40]
-
-
-def test_a_save_under_way_keeps_its_blocks_when_the_request_ends() -> None:
-    side, request = scheduler_side(), FakeRequest("r", words(LEAST_TOKENS))
-    admit(side, request)
-    assert len(side.step({"r": LEAST_TOKENS}, {"r": request}, ()).saves) == 1
-    request.num_computed_tokens = LEAST_TOKENS  # and no token was chosen yet
-    assert side.finish(request)[0]
-    assert [save.tokens for save in all_saves(side)] == [words(LEAST_TOKENS)]
-
-
-def test_a_request_that_ends_while_it_loads_keeps_nothing() -> None:
-    side, request = knowing(), FakeRequest("r", PREFIX + words(50))
-    admit(side, request)
-    request.num_computed_tokens = len(PREFIX)  # as vLLM counts while it waits
-    keeps_blocks, answer = side.finish(request)
-    assert not keeps_blocks and answer is not None
-    assert all_saves(side) == []
-
-
-def test_a_request_that_ends_after_its_load_is_saved() -> None:
-    side, request = knowing(), FakeRequest("r", PREFIX + words(50))
-    admit(side, request)
-    side.loaded(["unknown", "r"])
-    request.num_computed_tokens = len(PREFIX)
-    assert side.finish(request)[0]
-    assert [save.tokens for save in all_saves(side)] == [PREFIX]
 
 
 def test_a_step_tells_who_was_preempted_and_whether_it_is_idle() -> None:

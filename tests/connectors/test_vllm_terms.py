@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from fake_vllm import BLOCK_IDS, CHUNK_SIZE, FakeRequest, admit, scheduler_side
+from fake_vllm import BLOCK_IDS, CHUNK_SIZE, FakeRequest, admit, changes_of, scheduler_side
 from fakes import words
 from kvboost.config import Options
-from kvboost.connectors.vllm import scheduler_side as module
-from kvboost.connectors.vllm.messages import Audit, Report, Verdict
+from kvboost.connectors.vllm import choice as module
+from kvboost.connectors.vllm.choice import EVERYBODY
+from kvboost.connectors.vllm.messages import Audit, Load, Report, Verdict
 from kvboost.connectors.vllm.scheduler_side import LONGEST_AUDIT, MOST_AUDITED, SchedulerSide
+from kvboost.policy.cost import Work
 from kvboost.policy.guard import NUM_TRIALS
 
 DOCUMENT = words(128, seed=2)
@@ -26,12 +28,13 @@ def answered(
     name: str,
     num_answered: int = 3,
     prompt: list[int] = PROMPT,
-    tenant: str = "",
+    tenant: str | None = None,
 ) -> tuple[bool, list[Audit]]:
     """A request on moved text that has ended: whether it keeps its blocks, and its audits."""
     request = FakeRequest(name, prompt, cache_salt=tenant)
-    assert admit(side, request)[1] is False
+    assert admit(side, request)[1]
     side.step({}, {}, ())
+    side.loaded([name])
     request.answer(range(num_answered))
     keeps_blocks, _ = side.finish(request)
     return keeps_blocks, side.step({}, {}, ()).audits
@@ -40,12 +43,11 @@ def answered(
 def test_an_answer_on_moved_text_is_audited() -> None:
     side = scheduler_side(ELSEWHERE)
     keeps_blocks, (audit,) = answered(side, "r")
-    assert keeps_blocks and side.is_busy
+    assert keeps_blocks
     assert audit == Audit("r", [*PROMPT, 0, 1, 2], len(PROMPT), MOVED_AT, "", BLOCK_IDS, 0.15)
     side.report(Report(verdicts=[Verdict("r", 0.01, 1.0)]))
-    assert not side.is_busy
     assert side.counts["audits"] == 1
-    assert side.guard.snapshot()[""]["mean_kl"] == 0.01
+    assert side.guard.snapshot()[EVERYBODY]["mean_kl"] == 0.01
 
 
 def test_of_a_long_answer_the_beginning_is_audited() -> None:
@@ -75,7 +77,7 @@ def test_a_request_too_long_to_hold_its_blocks_is_not_audited() -> None:
     side = scheduler_side(ELSEWHERE)
     long = [*PROMPT, *words(LONGEST_AUDIT, seed=8)]
     assert answered(side, "r", prompt=long)[1] == []
-    assert not side.is_busy
+    assert len(answered(side, "short")[1]) == 1  # nobody waits for the long one
 
 
 def test_exact_answers_and_those_that_were_not_given_are_not_audited() -> None:
@@ -86,6 +88,7 @@ def test_exact_answers_and_those_that_were_not_given_are_not_audited() -> None:
     side.finish(exact)
     cut_short = FakeRequest("c", PROMPT)
     admit(side, cut_short)
+    side.loaded(["c"])
     cut_short.num_computed_tokens = len(PROMPT)
     side.finish(cut_short)
     work = side.step({}, {}, ())
@@ -99,7 +102,7 @@ def test_an_audit_that_did_not_end_is_asked_for_again() -> None:
         assert len(answered(side, f"r{number}")[1]) == 1
         side.report(Report(verdicts=[Verdict(f"r{number}")]))
     assert side.counts["audits"] == 0
-    assert side.guard.terms("").allows_moved
+    assert side.guard.terms(EVERYBODY).allows_moved
 
 
 def test_answers_beyond_the_budget_raise_the_ratio_and_then_end_moved_text() -> None:
@@ -112,13 +115,25 @@ def test_answers_beyond_the_budget_raise_the_ratio_and_then_end_moved_text() -> 
     assert admit(side, FakeRequest("r", PROMPT)) == (0, False)
 
 
+def test_answers_are_judged_together_whatever_salt_they_have() -> None:
+    """Clients make salts up: with a state for each, none would ever be found out."""
+    side = scheduler_side()
+    for number in range(3 * NUM_TRIALS):
+        salt = f"salt {number}"
+        side.report(Report(changes=changes_of(ELSEWHERE, salt)))
+        assert len(answered(side, f"r{number}", tenant=salt)[1]) == 1
+        side.report(Report(verdicts=[Verdict(f"r{number}", 1.0, 0.5)]))
+    side.report(Report(changes=changes_of(ELSEWHERE, "new")))
+    assert admit(side, FakeRequest("r", PROMPT, cache_salt="new")) == (0, False)
+
+
 def test_answers_within_the_budget_are_soon_audited_seldom() -> None:
     side = scheduler_side(ELSEWHERE)
     for number in range(NUM_TRIALS):
         answered(side, f"r{number}")
         side.report(Report(verdicts=[Verdict(f"r{number}", 0.01, 1.0)]))
     assert answered(side, "later")[1] == []
-    assert side.guard.terms("").ratio == 0.15
+    assert side.guard.terms(EVERYBODY).ratio == 0.15
 
 
 class Clock:
@@ -172,11 +187,15 @@ def test_steps_of_several_requests_teach_nothing(clock: Clock) -> None:
     assert admit(side, FakeRequest("x", LONG))[0] == 1500 + len(DOCUMENT)
 
 
-def test_steps_of_a_few_tokens_teach_nothing(clock: Clock) -> None:
-    side = scheduler_side(ELSEWHERE)
-    for _ in range(20):
-        run(side, clock, {"r": 1}, 1000, 50.0)
-    assert admit(side, FakeRequest("x", LONG))[0] == 1500 + len(DOCUMENT)
+def test_only_a_step_that_ends_a_prompt_teaches(clock: Clock) -> None:
+    side, request = scheduler_side(), FakeRequest("r", words(40))
+    side.add(request)
+    for num_computed, count in ((0, 20), (20, 20), (40, 1)):
+        request.num_computed_tokens = num_computed
+        side.step({"r": count}, {"r": request}, ())
+        clock.now += 0.5
+        side.report(None)
+    assert list(side._choice.cost._seen) == [(Work.of(40, 20, 20), 0.5)]
 
 
 def test_steps_that_overlap_teach_nothing(clock: Clock) -> None:
@@ -193,20 +212,41 @@ def test_moved_text_that_pays_is_used(clock: Clock) -> None:
     for count in (200, 600, 1000) * 3:
         run(side, clock, {"r": count}, 0, 1e-3 * count)
         run(side, clock, {"r": count}, 1000, 1e-3 * count)
-    assert admit(side, FakeRequest("x", PROMPT)) == (PROMISED, False)
+    assert admit(side, FakeRequest("x", PROMPT)) == (PROMISED, True)
     assert admit(side, FakeRequest("y", LONG)) == (0, False)  # it would win less than a fifth
 
 
-def test_a_step_with_moved_text_is_counted_with_what_its_load_computes(clock: Clock) -> None:
-    side, request = scheduler_side(ELSEWHERE), FakeRequest("r", PROMPT)
+def with_moved_text(side: SchedulerSide, clock: Clock, stop: int = PROMISED) -> Load:
+    """A request on moved text, loaded up to `stop` in three seconds."""
+    request = FakeRequest("r", PROMPT)
     admit(side, request)
-    request.num_computed_tokens = PROMISED
-    (load,) = side.step({"r": 30}, {"r": request}, ()).loads
+    (load,) = side.step({}, {}, ()).loads
+    clock.now += 9.0
+    side.report(Report(repairs_s={"r": 3.0, "gone": 5.0}))
+    side.loaded(["r"])
+    request.num_computed_tokens = stop
+    side.step({"r": len(PROMPT) - stop}, {"r": request}, ())
     clock.now += 2.0
     side.report(None)
+    return load
+
+
+def test_a_step_on_moved_text_is_counted_with_what_its_load_computed(clock: Clock) -> None:
+    side = scheduler_side(ELSEWHERE)
+    load = with_moved_text(side, clock)
     ((work, seconds),) = side._choice.cost._seen
     assert work.num_rows == MOVED_AT + 30 + len(load.repaired)
-    assert (work.num_placed, seconds) == (len(DOCUMENT), 2.0)
+    assert (work.num_placed, seconds) == (len(DOCUMENT), 5.0)
+
+
+@pytest.mark.parametrize("stop", [0, PROMISED - 16, PROMISED + 10])
+def test_a_step_that_does_not_go_on_from_moved_text_is_counted_alone(
+    clock: Clock, stop: int
+) -> None:
+    """As when the load failed, or when the rest of the prompt takes several steps."""
+    side = scheduler_side(ELSEWHERE)
+    with_moved_text(side, clock, stop)
+    assert list(side._choice.cost._seen) == [(Work.of(len(PROMPT), len(PROMPT) - stop, stop), 2.0)]
 
 
 def test_an_option_of_no_repair_is_taken() -> None:

@@ -162,7 +162,7 @@ def test_a_save_that_raises_gives_its_blocks_back(
 
 def test_a_rank_that_is_not_the_first_finds_rows_by_its_own_keys() -> None:
     first, second = worker_side(), worker_side(is_first=False)
-    second.start(b"rank 1", is_first=False)
+    second.name_model(b"rank 1")
     rows = saved(second, PROMPT)
     load = load_of(LONGER, PROMPT, start=16)  # with the keys of the first rank
     assert do(second, StepWork(loads=[replace(load, stop=80)])) == (set(), {"loaded"})

@@ -76,6 +76,17 @@ def test_what_is_stored_goes_below_and_comes_up_elsewhere() -> None:
         assert second.metrics.snapshot()["loaded_chunks"] == 5
 
 
+@pytest.mark.parametrize(
+    ("below", "is_shared"),
+    [((), False), ((FaultyDisk,), False), ((FaultyTier,), True), ((FaultyDisk, FaultyTier), True)],
+)
+def test_others_may_have_stored_more_where_a_tier_is_not_our_own(
+    below: Sequence[type[FaultyTier]], is_shared: bool
+) -> None:
+    with opened(*(kind() for kind in below)) as store:
+        assert store.tiers.is_shared == is_shared
+
+
 def test_asking_in_order_stops_at_the_first_gap() -> None:
     shared = FaultyTier()
     with opened(shared) as first, opened(shared) as second:

@@ -68,6 +68,7 @@ class _Known:
     exact_stop: int | None = None  # rows from here on have something moved below them
     ratio: float = 0.0  # of moved tokens that are repaired
     moved_work: Work | None = None  # of a load of moved text and of the step after it
+    moved_stop: int = 0  # where that step begins
     moved_s: float = 0.0  # that the load took
     to_load: tuple[int, int, ReusePlan] | None = None  # rows that were promised, and from where
     was_loaded: bool = False  # since it was preempted: if vLLM asks again, that has failed
@@ -181,6 +182,7 @@ class SchedulerSide:
         )
         self._work.loads.append(load)
         known.moved_work = work_of(plan, start, len(load.repaired)) if plan.moved else None
+        known.moved_stop = stop
         known.num_moved = sum(len(run) for run in plan.moved)
         known.num_exact = plan.num_reused - known.num_moved
         known.num_repaired = len(load.repaired)
@@ -316,7 +318,7 @@ class SchedulerSide:
         num_computed = request.num_computed_tokens
         if num_computed + count != request.num_prompt_tokens:
             return None, 0.0
-        if known.moved_work is not None:
+        if known.moved_work is not None and num_computed == known.moved_stop:
             return known.moved_work, known.moved_s
         return Work.of(num_computed + count, count, num_computed), 0.0
 

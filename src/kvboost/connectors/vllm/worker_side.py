@@ -201,8 +201,7 @@ class WorkerSide:
         with self._done:
             report, self._report = self._report, Report()
         report.changes = self._index.take_changes()
-        is_empty = not (report.changes or report.brought or report.verdicts)
-        return None if is_empty or not self._is_first else report
+        return None if report == Report() or not self._is_first else report
 
     def close(self) -> None:
         """Finish what was begun."""

@@ -1,0 +1,131 @@
+"""What the scheduler's side has saved, and when a request that has ended keeps its blocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from fake_vllm import (
+    BLOCK_IDS,
+    CHUNK_SIZE,
+    MOVED_AT,
+    MOVED_STOP,
+    PREFIX,
+    FakeRequest,
+    admit,
+    all_saves,
+    knowing,
+    moved_prompt,
+    scheduler_side,
+)
+from fakes import words
+from kvboost.config import Options
+from kvboost.connectors.vllm.messages import Save
+from kvboost.reuse.lookup import LEAST_TOKENS
+
+
+def test_a_prompt_is_saved_once_and_with_its_last_piece() -> None:
+    side, request = scheduler_side(), FakeRequest("r", words(100), cache_salt="b")
+    admit(side, request)
+    assert side.step({"r": 60}, {"r": request}, ()).saves == []
+    request.num_computed_tokens = 60
+    assert side.step({"r": 39}, {"r": request}, ()).saves == []
+    request.num_computed_tokens = 99
+    saves = side.step({"r": 1}, {"r": request}, ()).saves
+    assert saves == [Save("r", words(100), "b", BLOCK_IDS, is_last=False)]
+    request.answer([7, 8])
+    assert side.step({"r": 1}, {"r": request}, ()).saves == []
+
+
+def test_steps_of_unknown_requests_save_nothing() -> None:
+    side, request = scheduler_side(), FakeRequest("r", words(100))
+    assert side.step({"r": 100}, {"r": request}, ()).saves == []
+    side.add(request)
+    assert side.step({"r": 100}, {}, ()).saves == []
+
+
+def test_prompts_of_a_few_tokens_are_not_saved() -> None:
+    side, request = scheduler_side(), FakeRequest("r", words(LEAST_TOKENS - 1))
+    admit(side, request)
+    assert side.step({"r": 15}, {"r": request}, ()).saves == []
+
+
+def test_of_an_approximate_request_only_rows_before_moved_text_are_saved() -> None:
+    options = Options(reuse="auto", chunk_size=CHUNK_SIZE, audit_ratio=0.0)
+    side, request = knowing(options=options), FakeRequest("r", moved_prompt())
+    admit(side, request)
+    side.loaded(["r"])
+    request.num_computed_tokens = MOVED_STOP
+    (save,) = side.step({"r": 30}, {"r": request}, ()).saves
+    assert save.tokens == moved_prompt()[:MOVED_AT]
+    request.num_computed_tokens = 242
+    assert side.finish(request)[0]  # ended before it had an answer, so there is nothing to audit
+    (save,) = all_saves(side)
+    assert (save.tokens, save.is_last) == (moved_prompt()[:MOVED_AT], True)
+
+
+def test_a_request_that_ends_saves_all_rows_but_that_of_its_last_token() -> None:
+    side, request = scheduler_side(), FakeRequest("r", words(100), cache_salt="b")
+    admit(side, request)
+    request.answer([7, 8, 9])
+    keeps_blocks, _ = side.finish(request)
+    assert keeps_blocks
+    assert all_saves(side) == [Save("r", [*words(100), 7, 8], "b", BLOCK_IDS, is_last=True)]
+    assert side.finish(request) == (False, None)
+
+
+def test_rows_that_steps_ahead_have_counted_are_not_saved() -> None:
+    side, request = scheduler_side(), FakeRequest("r", words(100))
+    admit(side, request)
+    request.answer([7, 8, 9])
+    request.num_computed_tokens = 105
+    side.finish(request)
+    assert all_saves(side)[0].tokens == [*words(100), 7, 8]
+
+
+def test_a_request_that_ends_amid_its_prompt_saves_what_is_computed() -> None:
+    side, request = scheduler_side(), FakeRequest("r", words(100))
+    admit(side, request)
+    request.num_computed_tokens = 40
+    assert side.finish(request)[0]
+    assert all_saves(side)[0].tokens == words(100)[:40]
+
+
+def test_a_save_under_way_keeps_its_blocks_when_the_request_ends() -> None:
+    side, request = scheduler_side(), FakeRequest("r", words(LEAST_TOKENS))
+    admit(side, request)
+    assert len(side.step({"r": LEAST_TOKENS}, {"r": request}, ()).saves) == 1
+    request.num_computed_tokens = LEAST_TOKENS  # and no token was chosen yet
+    assert side.finish(request)[0]
+    assert [save.tokens for save in all_saves(side)] == [words(LEAST_TOKENS)]
+
+
+@pytest.mark.parametrize("prompt", [PREFIX + words(50), moved_prompt()])
+def test_a_request_that_ends_while_it_loads_keeps_nothing(prompt: list[int]) -> None:
+    side, request = knowing(), FakeRequest("r", prompt)
+    count, _ = admit(side, request)
+    assert count
+    request.num_computed_tokens = count  # as vLLM counts while it waits
+    keeps_blocks, answer = side.finish(request)
+    assert not keeps_blocks and answer is not None
+    assert all_saves(side) == []
+
+
+def test_a_request_that_ends_after_its_load_is_saved() -> None:
+    side, request = knowing(), FakeRequest("r", PREFIX + words(50))
+    admit(side, request)
+    side.loaded(["unknown", "r"])
+    request.num_computed_tokens = len(PREFIX)
+    assert side.finish(request)[0]
+    assert [save.tokens for save in all_saves(side)] == [PREFIX]
+
+
+def test_rows_that_were_approximate_once_stay_so_for_a_request() -> None:
+    side, request = knowing(), FakeRequest("r", moved_prompt())
+    admit(side, request)
+    side.step({}, {}, ["r"])
+    assert side.match(request, 96) == (MOVED_STOP - 96, True)  # its own blocks, from vLLM
+    side.allocated(request, MOVED_STOP - 96)
+    side.loaded(["r"])
+    request.num_computed_tokens = MOVED_STOP
+    side.finish(request)
+    assert all_saves(side)[0].tokens == moved_prompt()[:MOVED_AT]
