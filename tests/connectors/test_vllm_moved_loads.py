@@ -167,7 +167,7 @@ def test_an_audit_compares_reused_rows_with_computed_ones(
     worker: WorkerSide, sparse: FakeSparse
 ) -> None:
     rows = fill(worker, AWAY, len(ANSWERED))
-    reused, full = logits_of(0, 1, 2, 3, 0), logits_of(0, 1, 2, 0, 1)
+    reused, full = logits_of(0, 1, 2, 3, 0), 2 * logits_of(0, 1, 2, 0, 1)
     sparse.logits = [reused, full]
     report, num_steps = judged(worker, AUDIT)
     (verdict,) = report.verdicts

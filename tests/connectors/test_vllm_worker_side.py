@@ -51,6 +51,9 @@ def worker() -> Iterator[WorkerSide]:
     worker.close()
 
 
+OTHER = [*AWAY[8:12], *AWAY[7:8]]  # blocks that nothing was loaded into
+
+
 def drop(worker: WorkerSide, key: FrameKey) -> None:
     worker._store.tiers.memory.discard([key])
 
@@ -168,6 +171,9 @@ def test_a_rank_that_is_not_the_first_finds_rows_by_its_own_keys() -> None:
     assert do(second, StepWork(loads=[replace(load, stop=80)])) == (set(), {"loaded"})
     assert second.take_failed_blocks() == set()
     assert torch.equal(rows_of(second, AWAY, Span(16, 80)), rows[:, :, 16:80])
+    do(second, StepWork(loads=[replace(load, start=0, stop=64, block_ids=OTHER)]))
+    assert torch.equal(rows_of(second, OTHER, Span(0, 64)), rows[:, :, :64])
+    assert not rows_of(second, OTHER, Span(64, 80)).any()  # no more than was promised
     assert second.take_report() is None  # the first one speaks for all
     for worker in (first, second):
         worker.close()
@@ -278,6 +284,20 @@ def test_blocks_are_not_taken_away_before_they_are_saved(
     assert len(worker._store.index) == 4
 
 
+def test_of_saves_those_that_are_not_done_are_remembered(
+    worker: WorkerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(worker, PROMPT)
+    may_save = threading.Event()
+    monkeypatch.setattr(ChunkStore, "settle", lambda store: may_save.wait(20))
+    for name in ("one", "two"):
+        worker.end_step(StepWork(saves=[Save(name, words(50), "", HOME, is_last=True)]))
+    assert set(worker._saves) == {"one", "two"}
+    may_save.set()
+    worker.wait_for_saves(["one", "two"])
+    assert worker.take_finished(None)[0] == {"one", "two"}
+
+
 def brought(worker: WorkerSide, bring: Bring) -> Report:
     worker.begin_step(StepWork(brings=[bring]))
     until(lambda: worker._num_pending == 0)
@@ -290,6 +310,18 @@ def brought(worker: WorkerSide, bring: Bring) -> Report:
 def test_what_is_brought_is_told(worker: WorkerSide, reuse: str) -> None:
     assert brought(worker, Bring("r", PROMPT, "", reuse)) == Report(brought=["r"])  # type: ignore[arg-type]
     assert worker.take_report() is None
+
+
+def test_words_of_text_elsewhere_are_asked_for_where_it_may_be_used(
+    worker: WorkerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[int]] = []
+    monkeypatch.setattr(ChunkStore, "bring_moved", lambda _, rest, *__: asked.append(list(rest)))
+    saved(worker, PROMPT)
+    brought(worker, Bring("r", LONGER, "", "exact"))
+    assert asked == []
+    brought(worker, Bring("r", LONGER, "", "auto"))
+    assert asked == [LONGER[len(PROMPT) :]]  # without what is known
 
 
 @pytest.mark.parametrize("method", ["bring_prefix", "bring_moved"])
