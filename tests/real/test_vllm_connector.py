@@ -151,7 +151,7 @@ def test_faults_of_tiers_fail_no_request(
     """Redis killed, frames spoiled, the disk full, vLLM killed: 100 of 100 answers are right."""
     asked = prompts(words, 20, first=300)
     expected = texts(alone, asked)
-    disk = small_disk(tmp_path, 8)
+    disk = small_disk(tmp_path, 64)
     try:
         with redis_server() as shared:
             options = {
@@ -162,8 +162,10 @@ def test_faults_of_tiers_fail_no_request(
             server = start(options)
             assert texts(server, asked) == expected
             spoil(shared.port)
+            spoil_files(disk)
             server.forget()
             assert texts(server, asked) == expected
+            assert "Recovered from KV load failure" in server.log.read_text()
             shared.kill()
             server.forget()
             assert texts(server, asked) == expected
@@ -251,6 +253,16 @@ def spoil(port: int) -> None:
     for key in keys:
         length = client.strlen(key)
         client.setrange(key, length // 2, b"\x5a")
+
+
+def spoil_files(folder: Path) -> None:
+    """Change some bytes all over the files of a disk tier."""
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_size > 2**20:
+            with path.open("r+b") as file:
+                for place in range(2**16, path.stat().st_size, 2**20):
+                    file.seek(place)
+                    file.write(b"\x5a" * 64)
 
 
 def small_disk(folder: Path, megabytes: int) -> Path:
