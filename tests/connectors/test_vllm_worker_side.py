@@ -172,6 +172,7 @@ def test_a_rank_that_is_not_the_first_finds_rows_by_its_own_keys() -> None:
     assert second.take_failed_blocks() == set()
     assert torch.equal(rows_of(second, AWAY, Span(16, 80)), rows[:, :, 16:80])
     do(second, StepWork(loads=[replace(load, start=0, stop=64, block_ids=OTHER)]))
+    assert second.take_failed_blocks() == set()
     assert torch.equal(rows_of(second, OTHER, Span(0, 64)), rows[:, :, :64])
     assert not rows_of(second, OTHER, Span(64, 80)).any()  # no more than was promised
     assert second.take_report() is None  # the first one speaks for all
