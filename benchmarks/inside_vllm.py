@@ -22,6 +22,7 @@ from vllm_server import VllmServer
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MOST_NEW = 24
+SETTLE_S = 2.0  # before what is timed: the other server may still be writing
 VERDICT = re.compile(r"audit: mean KL ([\d.]+), top-1 ([\d.]+)")
 
 
@@ -74,10 +75,11 @@ def _exact(servers: _Servers, words: Any, options: argparse.Namespace) -> list[d
     times: dict[tuple[int, str], list[float]] = {}
 
     def ask(server: VllmServer, what: str, tokens: Sequence[int]) -> None:
+        time.sleep(SETTLE_S)
         times.setdefault((len(tokens), what), []).append(server.complete(tokens).seconds)
 
     asked = [
-        stream(words, length, number)
+        stream(words, length, 100_000 * length + number)
         for number in range(options.rounds)
         for length in options.lengths
     ]
@@ -129,6 +131,7 @@ def _moved(servers: _Servers, words: Any, options: argparse.Namespace) -> list[d
             both: list[tuple[VllmServer, str | None]] = [(alone, None), (ours, "auto")]
             replies = {}
             for server, reuse in both if number % 2 else reversed(both):
+                time.sleep(SETTLE_S)
                 replies[reuse] = server.stream(tokens, MOST_NEW, reuse)
             (full_s, full), (moved_s, moved) = replies[None], replies["auto"]
             theirs_s.append(full_s)
