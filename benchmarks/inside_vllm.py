@@ -28,7 +28,7 @@ VERDICT = re.compile(r"audit: mean KL ([\d.]+), top-1 ([\d.]+)")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm-python", required=True, help="a Python that has vLLM installed")
-    parser.add_argument("--parts", nargs="+", default=["exact", "moved"], help="exact moved")
+    parser.add_argument("--parts", nargs="+", default=["exact", "moved"], help="exact texts moved")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 2000])
     parser.add_argument("--task", default="pages", help="pages, musique, hotpot or nq")
     parser.add_argument("--data", type=Path, help="folder of the public data sets")
@@ -46,6 +46,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             found: list[dict[str, Any]] = []
             if "exact" in options.parts:
                 found += _exact(servers, words, options)
+            if "texts" in options.parts:
+                found += _texts(servers, words, options)
             if "moved" in options.parts:
                 found += _moved(servers, words, options)
         rows += [{"model": Path(name).name, "dtype": options.dtype, **row} for row in found]
@@ -110,6 +112,28 @@ def _exact(servers: _Servers, words: Any, options: argparse.Namespace) -> list[d
             "ratio": _ratio(taken, times[length, "vllm cold"]),
         }
         for (length, what), taken in sorted(times.items())
+    ]
+
+
+def _texts(servers: _Servers, words: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """How many greedy texts are those of a cold vLLM: its own from its prefix cache, and ours."""
+    asked = [stream(words, 320, number) for number in range(options.prompts)]
+    said = {}
+    with servers.start(None) as alone, servers.start({}) as ours:
+        for server, name in ((alone, "vllm"), (ours, "ours")):
+            for state in ("cold", "warm"):
+                said[name, state] = [server.complete(each, most=MOST_NEW).text for each in asked]
+                if server is ours:
+                    ours.forget()
+    wanted = said["vllm", "cold"]
+    return [
+        {
+            "part": "texts",
+            "what": f"{name} {state}",
+            "equal": sum(map(str.__eq__, texts, wanted)),
+            "of": len(asked),
+        }
+        for (name, state), texts in said.items()
     ]
 
 
