@@ -45,6 +45,7 @@ class VllmServer:
         dtype: str = "bfloat16",
         arguments: Sequence[str] = (),
         moves: bool = True,
+        ranks: int = 1,
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -52,7 +53,7 @@ class VllmServer:
         command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--dtype", dtype, "--enforce-eager", "--enable-prompt-tokens-details"]
-        command += ["--max-logprobs", "-1", *arguments]
+        command += ["--max-logprobs", "-1", "-tp", str(ranks), *arguments]
         if connector is not None:
             config = {
                 "kv_connector": "KVBoostConnector",
@@ -66,7 +67,7 @@ class VllmServer:
             **os.environ,
             "PYTHONPATH": str(SOURCES),
             "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+            "VLLM_CPU_OMP_THREADS_BIND": _cores(ranks),
             "VLLM_SERVER_DEV_MODE": "1",
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         }
@@ -194,3 +195,9 @@ class VllmServer:
                 pass
             time.sleep(0.2)
         raise RuntimeError("vLLM did not start:\n" + self.log.read_text()[-20_000:])
+
+
+def _cores(ranks: int) -> str:
+    """All cores, shared out to ranks, as vLLM wants to be told."""
+    share = max(1, (os.cpu_count() or 1) // ranks)
+    return "|".join(f"{rank * share}-{(rank + 1) * share - 1}" for rank in range(ranks))

@@ -46,11 +46,13 @@ def start(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Star
         pytest.fail("set KVBOOST_VLLM_PYTHON to a Python that has vLLM (docs/vllm.md)")
     folder, started = tmp_path_factory.mktemp("vllm"), []
 
-    def start_one(connector: dict[str, Any] | None = None, *arguments: str) -> VllmServer:
+    def start_one(
+        connector: dict[str, Any] | None = None, *arguments: str, name: str = model, ranks: int = 1
+    ) -> VllmServer:
         log = folder / f"{len(started)}.log"
         common = ("--max-model-len", "2048", "--max-num-batched-tokens", "2048", *arguments)
         server = VllmServer(
-            python, model, log, connector=connector, dtype="float32", arguments=common
+            python, name, log, connector=connector, dtype="float32", arguments=common, ranks=ranks
         )
         started.append(server)
         return server
@@ -220,6 +222,19 @@ def test_crowded_blocks_change_no_text(start: Start, alone: VllmServer, words: A
         assert len(exact) >= len(everything) // 2
         assert [replies[n].text for n in exact] == [expected[n] for n in exact]
         server.forget()  # all blocks came back
+
+
+def test_ranks_keep_their_own_heads(start: Start, tmp_path: Path) -> None:
+    name = real_model("Qwen2.5-Coder-0.5B-Instruct")
+    asked = prompts(AutoTokenizer.from_pretrained(name), 3)
+    options = {"disk_cache_dir": str(tmp_path), "reuse": "auto"}
+    with start(options, name=name, ranks=2) as server:
+        expected = texts(server, asked)
+        server.forget()
+        assert texts(server, asked) == expected
+        assert server.counters()["exact_tokens_total"] == 3 * (LENGTH - 1)
+        assert "moved text is repaired on one rank only" in server.log.read_text()
+    assert {each.name for each in tmp_path.iterdir()} == {"rank-0-0", "rank-0-1"}
 
 
 def test_a_wrong_option_ends_the_start_with_a_hint(start: Start) -> None:
