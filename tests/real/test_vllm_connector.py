@@ -18,7 +18,6 @@ import redis
 import torch
 from transformers import AutoTokenizer
 
-from conftest import real_model
 from kvboost import KVBoost
 from material import stream
 from servers import redis_server
@@ -34,12 +33,7 @@ Start = Callable[..., VllmServer]
 
 
 @pytest.fixture(scope="module")
-def model() -> str:
-    return real_model("SmolLM2-135M-Instruct")
-
-
-@pytest.fixture(scope="module")
-def start(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+def start(smol: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Starts servers in fp32, where equal K/V makes equal texts; ends those that are left."""
     python = os.environ.get("KVBOOST_VLLM_PYTHON")
     if not python:
@@ -47,7 +41,7 @@ def start(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Star
     folder, started = tmp_path_factory.mktemp("vllm"), []
 
     def start_one(
-        connector: dict[str, Any] | None = None, *arguments: str, name: str = model, ranks: int = 1
+        connector: dict[str, Any] | None = None, *arguments: str, name: str = smol, ranks: int = 1
     ) -> VllmServer:
         log = folder / f"{len(started)}.log"
         common = ("--max-model-len", "2048", "--max-num-batched-tokens", "2048", *arguments)
@@ -63,8 +57,8 @@ def start(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Star
 
 
 @pytest.fixture(scope="module")
-def words(model: str) -> Any:
-    return AutoTokenizer.from_pretrained(model)
+def words(smol: str) -> Any:
+    return AutoTokenizer.from_pretrained(smol)
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +118,11 @@ def test_a_store_is_shared_and_outlives_vllm(start: Start, alone: VllmServer, wo
             assert all(each.kvboost["exact_tokens"] > LENGTH - 64 for each in after)
 
 
-def test_transformers_and_vllm_share_a_store(start: Start, model: str, words: Any) -> None:
+def test_transformers_and_vllm_share_a_store(start: Start, smol: str, words: Any) -> None:
     ours, theirs = prompts(words, 2, first=200)
     with redis_server() as shared:
         url = {"cache_url": f"redis://127.0.0.1:{shared.port}", "tier_deadline_ms": 20_000}
-        engine = KVBoost.from_pretrained(model, dtype=torch.float32, **url)
+        engine = KVBoost.from_pretrained(smol, dtype=torch.float32, **url)
         engine.generate(ours, max_new_tokens=1)
         engine.flush()
         with start(url) as server:
@@ -138,7 +132,7 @@ def test_transformers_and_vllm_share_a_store(start: Start, model: str, words: An
             assert divergence(cold, crossed) < 1e-6
             server.complete(theirs, most=1)
             wait_for_keys(shared.port, 2 * 3)
-        fresh = KVBoost.from_pretrained(model, dtype=torch.float32, **url)
+        fresh = KVBoost.from_pretrained(smol, dtype=torch.float32, **url)
         found = fresh.generate(theirs, max_new_tokens=NUM_NEW)
         plain = fresh.generate(theirs, max_new_tokens=NUM_NEW, reuse="off")
         assert found.cached_tokens == LENGTH - 1
@@ -224,11 +218,10 @@ def test_crowded_blocks_change_no_text(start: Start, alone: VllmServer, words: A
         server.forget()  # all blocks came back
 
 
-def test_ranks_keep_their_own_heads(start: Start, tmp_path: Path) -> None:
-    name = real_model("Qwen2.5-Coder-0.5B-Instruct")
-    asked = prompts(AutoTokenizer.from_pretrained(name), 3)
+def test_ranks_keep_their_own_heads(start: Start, coder: str, tmp_path: Path) -> None:
+    asked = prompts(AutoTokenizer.from_pretrained(coder), 3)
     options = {"disk_cache_dir": str(tmp_path), "reuse": "auto"}
-    with start(options, name=name, ranks=2) as server:
+    with start(options, name=coder, ranks=2) as server:
         expected = texts(server, asked)
         server.forget()
         assert texts(server, asked) == expected
