@@ -152,7 +152,8 @@ def test_faults_of_tiers_fail_no_request(
         with redis_server() as shared:
             options = {
                 "cache_url": f"{disk.as_uri()} redis://127.0.0.1:{shared.port}",
-                "max_cache_bytes": 40 * 2**20,  # a third of what is asked for
+                "max_cache_bytes": 40 * 2**20,  # two or three prompts
+                "max_disk_bytes": 128 * 2**20,  # twice what there is room for
                 "tier_deadline_ms": 300,
             }
             server = start(options)
@@ -160,7 +161,7 @@ def test_faults_of_tiers_fail_no_request(
             spoil(shared.port)
             spoil_files(disk)
             server.forget()
-            assert texts(server, asked) == expected
+            assert texts(server, asked[::-1]) == expected[::-1]  # the latest are on the disk
             assert "Recovered from KV load failure" in server.log.read_text()
             shared.kill()
             server.forget()
