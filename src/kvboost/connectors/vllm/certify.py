@@ -22,9 +22,11 @@ from kvboost.models.certify import (
 
 NUM_ROTATED = 4  # tokens whose keys are turned
 NUM_KNOWN = 16  # tokens whose K/V is compared with that of Transformers
-# Relative error of what a layer caches, between two engines that round in their own ways. Another
+# Relative error of a row (the median of a plane) between two engines that round in their own ways:
+# in the first third of the layers, and in the others, where rounding of random text adds up. Another
 # order of heads or dims, or another rotation, is off by about 1.
-KNOWN_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.15}
+KNOWN_TOLERANCE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05}
+DEEP_TOLERANCE = 0.5
 
 
 def check_round_trip(cache: PagedCache, block_ids: Sequence[int]) -> None:
@@ -98,12 +100,17 @@ def check_known(
     sparse.forward(tokens, range(len(tokens)), [1])
     (ours,) = BlockRows(cache, [1]).read(Span(0, len(tokens)))
     wanted = planes.float()
-    errors = (ours.float() - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
-    if not errors.max() <= KNOWN_TOLERANCE[cache.geometry.dtype]:
-        plane = int(errors.argmax())
+    rows = (ours.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-12)
+    errors = rows.flatten(1).median(dim=1).values
+    limits = torch.full_like(errors, DEEP_TOLERANCE)
+    limits[: max(8, len(errors) // 3)] = KNOWN_TOLERANCE[cache.geometry.dtype]
+    excess = errors / limits
+    if not excess.max() <= 1:
+        plane = int(excess.argmax())
         raise UnsupportedModel(
-            f"vLLM's {'KV'[plane % 2]} of layer {plane // 2} is not that of Transformers "
-            f"(relative difference {float(errors.max()):.2g})"
+            f"vLLM's {'KV'[plane % 2]} of layer {plane // 2} is not that of Transformers: they "
+            f"differ by {float(errors[plane]):.2g} of its size, rounding does by less than "
+            f"{float(limits[plane]):.2g}"
         )
 
 

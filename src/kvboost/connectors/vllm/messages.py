@@ -112,5 +112,6 @@ class Report:
 
     changes: list[Change] = field(default_factory=list)
     brought: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)  # requests whose loads did, in part or whole
     repairs_s: dict[str, float] = field(default_factory=dict)  # seconds that moved loads took
     verdicts: list[Verdict] = field(default_factory=list)

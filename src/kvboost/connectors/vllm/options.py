@@ -43,10 +43,9 @@ def read_options(values: Mapping[str, Any]) -> Options:
                 f"kv_connector_extra_config: KVBoost has no option {name!r} inside vLLM"
                 f"{hint(name, OPTIONS)}"
             )
-    options = make_options(values)
-    if options.recompute_strategy not in STRATEGIES:
+    strategy = values.get("recompute_strategy", STRATEGIES[0])
+    if strategy not in STRATEGIES:
         raise ConfigError(
-            f"recompute_strategy={options.recompute_strategy!r}: expected one of "
-            f"{', '.join(STRATEGIES)} inside vLLM"
+            f"recompute_strategy={strategy!r}: expected one of {', '.join(STRATEGIES)} inside vLLM"
         )
-    return options
+    return make_options(values)

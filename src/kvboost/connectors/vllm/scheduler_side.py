@@ -77,6 +77,10 @@ class _Known:
     num_moved: int = 0
     num_repaired: int = 0
 
+    def count(self, num_exact: int, num_moved: int, num_repaired: int) -> None:
+        """Note what of its prompt was reused."""
+        self.num_exact, self.num_moved, self.num_repaired = num_exact, num_moved, num_repaired
+
     def provenance(self) -> dict[str, Any]:
         """For the answer: what of its prompt was reused."""
         return {
@@ -118,7 +122,12 @@ class SchedulerSide:
         if found.refusal:
             log.warning("KVBoost reuses nothing: %s", found.refusal)
         elif found.move_refusal:
-            log.warning("KVBoost reuses exact text only: %s", found.move_refusal)
+            log.warning(
+                "KVBoost reuses exact text only, and not that of Transformers: %s",
+                found.move_refusal,
+            )
+        else:
+            log.info("KVBoost reuses exact text, and moved text for requests that allow it")
 
     def add(self, request: VLLMRequest) -> None:
         """A request came in."""
@@ -183,9 +192,8 @@ class SchedulerSide:
         self._work.loads.append(load)
         known.moved_work = work_of(plan, start, len(load.repaired)) if plan.moved else None
         known.moved_stop = stop
-        known.num_moved = sum(len(run) for run in plan.moved)
-        known.num_exact = plan.num_reused - known.num_moved
-        known.num_repaired = len(load.repaired)
+        num_moved = sum(len(run) for run in plan.moved)
+        known.count(plan.num_reused - num_moved, num_moved, len(load.repaired))
 
     def step(
         self,
@@ -219,6 +227,9 @@ class SchedulerSide:
         for request_id in report.brought:
             if request_id in self._known:
                 self._known[request_id].waits = False
+        for request_id in report.failed:
+            if request_id in self._known:
+                self._known[request_id].count(0, 0, 0)
         for request_id, seconds in report.repairs_s.items():
             if request_id in self._known:
                 self._known[request_id].moved_s = seconds
@@ -338,12 +349,15 @@ def _is_plain(request: VLLMRequest) -> bool:
 
 def _asked_for(params: Mapping[str, Any] | None, default: ReuseMode) -> ReuseMode:
     """What a request says of reuse; a mistake in it must not end the server, so it is logged."""
-    asked = (params or {}).get("kvboost", {})
+    params = params or {}
+    asked = params.get("kvboost", {})
     try:
+        if not isinstance(asked, Mapping) or "reuse" in params:
+            raise ConfigError(f'expected {{"kvboost": {{"reuse": ...}}}}, got {params}')
         for name in asked:
             if name not in REQUEST_OPTIONS:
                 raise ConfigError(f"unknown option {name!r}{hint(name, REQUEST_OPTIONS)}")
         return check_reuse(asked.get("reuse", default))
-    except (ConfigError, TypeError, AttributeError) as error:
-        log.warning("kv_transfer_params['kvboost'] of a request: %s; nothing is reused", error)
+    except ConfigError as error:
+        log.warning("kv_transfer_params of a request: %s; nothing is reused", error)
         return "off"

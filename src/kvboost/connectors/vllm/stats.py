@@ -15,6 +15,23 @@ from kvboost.metrics import NAMES
 
 PREFIX = "vllm:kvboost_"
 
+COUNTED = (
+    "requests",
+    "prompt_tokens",
+    "exact_tokens",
+    "moved_tokens",
+    "repaired_tokens",
+    "audits",
+    "stored_chunks",
+    "evicted_chunks",
+    "loaded_chunks",
+    "dropped_writes",
+    "tier_faults",
+    "damaged_frames",
+    "foreign_frames",
+)
+"""Of `kvboost.metrics.NAMES`: what there is to count inside vLLM."""
+
 
 class KVBoostStats(KVConnectorStats):
     """What was counted since the step before; names are those of `kvboost.metrics`."""
@@ -54,9 +71,9 @@ class KVBoostPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters: dict[str, dict[int, Any]] = {}
-        for name, text in NAMES.items():
+        for name in COUNTED:
             counter = self._counter_cls(
-                name=f"{PREFIX}{name}", documentation=text, labelnames=labelnames
+                name=f"{PREFIX}{name}", documentation=NAMES[name], labelnames=labelnames
             )
             self._counters[name] = {
                 engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()

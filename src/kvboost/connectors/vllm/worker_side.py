@@ -251,7 +251,7 @@ class WorkerSide:
         """Fill blocks with exact K/V, as far as it can be had."""
         stop = load.start
         try:
-            plan = load.plan if self._is_first else self._own_plan(load)
+            plan = self._own_plan(load)
             rows = BlockRows(self.cache, load.block_ids)
             with self._stream(0, given):
                 placed = assemble(plan, rows, self._model, self._store, self._space(load.tenant))
@@ -299,6 +299,7 @@ class WorkerSide:
         """Give up the blocks of a load in which not all rows are filled."""
         size = self.cache.block_size
         if stop < load.stop:
+            self._report.failed.append(load.request_id)
             self._failed_blocks.update(load.block_ids[stop // size : -(-load.stop // size)])
 
     def _start_saving(self, save: Save) -> None:
@@ -379,7 +380,7 @@ class WorkerSide:
         yield Verdict(audit.request_id, float(kl), float(same))
 
     def _own_plan(self, load: Load) -> ReusePlan:
-        """What this rank has of a prompt, by its own keys."""
+        """What this rank has of a prompt now, by its own keys; chunks may have grown since."""
         chunks = split(load.tokens, self._options.chunk_size)
         found = find(chunks, derive(chunks, self._space(load.tenant)), self._index)
         rest = found.after(load.start).matches
