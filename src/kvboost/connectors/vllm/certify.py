@@ -23,8 +23,8 @@ from kvboost.models.certify import (
 NUM_ROTATED = 4  # tokens whose keys are turned
 NUM_KNOWN = 16  # tokens whose K/V is compared with that of Transformers
 # Relative error of a row (the median of a plane) between two engines that round in their own ways:
-# in the first third of the layers, and in the others, where rounding of random text adds up. Another
-# order of heads or dims, or another rotation, is off by about 1.
+# in the first third of the layers, and in the others, where rounding of random text adds up. Other
+# heads, dims or rotations are off by about 1.
 KNOWN_TOLERANCE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05}
 DEEP_TOLERANCE = 0.5
 
