@@ -77,3 +77,5 @@ def test_a_plan_after_a_position_takes_the_same_for_what_is_left(
 def test_what_is_left_out_twice_is_left_out_once(plan: ReusePlan, one: int, two: int) -> None:
     assert plan.after(0) == plan
     assert plan.after(one).after(two) == plan.after(max(one, two))
+    assert plan.before(one).before(two) == plan.before(min(one, two))
+    assert plan.after(one).num_reused + plan.before(one).num_reused == plan.num_reused

@@ -130,6 +130,10 @@ class Match:
         span = Span(self.span.start + skipped, self.span.stop)
         return replace(self, span=span, offset=self.offset + skipped)
 
+    def to_position(self, stop: int) -> Match:
+        """The same without what lies at `stop` or after it."""
+        return replace(self, span=Span(self.span.start, min(self.span.stop, stop)))
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -150,6 +154,11 @@ class ReusePlan:
     def after(self, start: int) -> ReusePlan:
         """The same without what lies before `start`."""
         rest = (match.from_position(start) for match in self.matches if match.span.stop > start)
+        return ReusePlan(self.num_tokens, tuple(rest))
+
+    def before(self, stop: int) -> ReusePlan:
+        """The same without what lies at `stop` or after it."""
+        rest = (match.to_position(stop) for match in self.matches if match.span.start < stop)
         return ReusePlan(self.num_tokens, tuple(rest))
 
     @property

@@ -180,6 +180,16 @@ def test_a_rank_that_is_not_the_first_finds_rows_by_its_own_keys() -> None:
         worker.close()
 
 
+def test_no_more_rows_are_loaded_than_were_promised(worker: WorkerSide) -> None:
+    """The worker may have more by now, for which the request has no blocks."""
+    rows = saved(worker, PROMPT)
+    load = replace(load_of(LONGER, PROMPT), stop=40, block_ids=OTHER[:3])
+    assert do(worker, StepWork(loads=[load])) == (set(), {"loaded"})
+    assert worker.take_failed_blocks() == set()
+    assert torch.equal(rows_of(worker, OTHER, Span(0, 40)), rows[:, :, :40])
+    assert not rows_of(worker, OTHER, Span(40, 48)).any()
+
+
 def test_without_news_there_is_no_report(worker: WorkerSide) -> None:
     assert worker.take_report() is None
     saved(worker, PROMPT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -54,9 +53,7 @@ def find(
     stop = min(found, num_tokens - 1) // granularity * granularity
     if stop < LEAST_TOKENS:
         return ReusePlan(num_tokens)
-    return ReusePlan(
-        num_tokens, tuple(_cut(match, stop) for match in matches if match.span.start < stop)
-    )
+    return ReusePlan(num_tokens, tuple(matches)).before(stop)
 
 
 def find_moved(
@@ -168,7 +165,3 @@ def _moved(entry: Entry, first: int, start: int, stop: int, *, follows: bool) ->
 def _exact(span: Span, entry: Entry) -> Match:
     follows = span.start > 0
     return Match(span, entry.key, entry.num_tokens, MatchKind.EXACT, follows=follows)
-
-
-def _cut(match: Match, stop: int) -> Match:
-    return replace(match, span=Span(match.span.start, min(match.span.stop, stop)))

@@ -383,8 +383,7 @@ class WorkerSide:
         """What this rank has of a prompt now, by its own keys; chunks may have grown since."""
         chunks = split(load.tokens, self._options.chunk_size)
         found = find(chunks, derive(chunks, self._space(load.tenant)), self._index)
-        rest = found.after(load.start).matches
-        return ReusePlan(len(load.tokens), tuple(m for m in rest if m.span.start < load.stop))
+        return found.after(load.start).before(load.stop)
 
     def _space(self, tenant: str) -> Namespace:
         return namespace(self._model.fingerprint, tenant, None)
