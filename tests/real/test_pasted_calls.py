@@ -14,7 +14,8 @@ from servers import KVBoostServer, find_program
 pytestmark = [pytest.mark.model, pytest.mark.servers]
 
 ROOT = Path(__file__).parents[2]
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+THEIRS = ROOT / "docs/vllm.md"  # calls of vLLM's server
+DOCS = [ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {THEIRS})]
 SHOWN_URL = "http://127.0.0.1:8000"
 CALL = re.compile(r"^curl (?:.*\\\n)*.*$", re.MULTILINE)  # with the lines that continue it
 CALLS = [(doc.name, call) for doc in DOCS for call in CALL.findall(doc.read_text())]
