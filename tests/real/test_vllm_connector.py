@@ -159,10 +159,8 @@ def test_faults_of_tiers_fail_no_request(
             server = start(options)
             assert texts(server, asked) == expected
             spoil(shared.port)
-            spoil_files(disk)
             server.forget()
-            assert texts(server, asked) == expected  # of which the first are on the disk
-            assert "Recovered from KV load failure" in server.log.read_text()
+            assert texts(server, asked) == expected
             shared.kill()
             server.forget()
             assert texts(server, asked) == expected
@@ -177,6 +175,23 @@ def test_faults_of_tiers_fail_no_request(
             server.stop()
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_what_cannot_be_loaded_is_computed(
+    start: Start, alone: VllmServer, words: Any, tmp_path: Path
+) -> None:
+    """The scheduler was told of K/V on a disk that turns out to be damaged."""
+    asked = prompts(words, 6, first=400)
+    expected = texts(alone, asked)
+    with start({"disk_cache_dir": str(tmp_path), "max_cache_bytes": 16 * 2**20}) as server:
+        assert texts(server, asked) == expected
+        server.forget()
+        assert texts(server, asked[:2]) == expected[:2]
+        assert server.counters()["exact_tokens_total"] > 0
+        spoil_files(tmp_path)
+        server.forget()
+        assert texts(server, asked) == expected
+        assert "Recovered from KV load failure" in server.log.read_text()
 
 
 def test_nothing_approximate_is_served_to_plain_requests(
