@@ -139,7 +139,7 @@ def test_moved_text_that_cannot_be_computed_fails(worker: WorkerSide, sparse: Fa
 
 
 ANSWERED = [*PROMPT, *words(5, seed=7)]
-AUDIT = Audit("r", ANSWERED, len(PROMPT), HEAD, "", AWAY, 0.15)
+AUDIT = Audit("r", ANSWERED, len(PROMPT), HEAD, "", AWAY)
 IDLE = StepWork(is_idle=True)
 
 

@@ -82,7 +82,6 @@ class Audit:
     exact_stop: int
     tenant: str
     block_ids: Sequence[int]
-    ratio: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,10 +122,7 @@ class SchedulerSide:
         if found.refusal:
             log.warning("KVBoost reuses nothing: %s", found.refusal)
         elif found.move_refusal:
-            log.warning(
-                "KVBoost reuses exact text only, and not that of Transformers: %s",
-                found.move_refusal,
-            )
+            log.warning("KVBoost reuses exact text only: %s", found.move_refusal)
         else:
             log.info("KVBoost reuses exact text, and moved text for requests that allow it")
 
@@ -299,7 +296,6 @@ class SchedulerSide:
             exact_stop=known.exact_stop,
             tenant=known.tenant,
             block_ids=list(self._blocks_of(request.request_id)),
-            ratio=known.ratio,
         )
 
     def _judge(self, verdict: Verdict) -> None:

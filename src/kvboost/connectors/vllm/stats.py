@@ -39,7 +39,7 @@ class KVBoostStats(KVConnectorStats):
     @classmethod
     def of(cls, counts: Mapping[str, int]) -> KVBoostStats | None:
         """Those counts that are not zero; None if all are."""
-        data = {name: count for name, count in counts.items() if count}
+        data = {name: counts[name] for name in COUNTED if counts.get(name)}
         return cls(data=data) if data else None
 
     def reset(self) -> None:
