@@ -66,6 +66,9 @@ def test_a_result_says_what_was_reused_and_what_it_cost(engine: KVBoost) -> None
     ]
     assert 0 < result.reuse.lookup_ms + result.reuse.load_ms < result.ttft_ms
     assert result.ttft_ms < result.total_ms < elapsed_ms
+    assert sum(result.stages_ms.values()) == pytest.approx(result.total_ms)
+    assert result.total_ms - result.stages_ms["decode"] == pytest.approx(result.ttft_ms)
+    assert min(result.stages_ms.values()) >= 0
     assert result.output_text == WordTokenizer().decode(result.token_ids)
     assert result.tokens_per_sec == pytest.approx(5 / (result.total_ms / 1e3))
 

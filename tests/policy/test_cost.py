@@ -42,6 +42,14 @@ def test_reuse_that_does_not_pay_is_left_out() -> None:
     assert not model.pays(Work.of(2000, 1950, 50), Work.of(2000, 2000, 0), 0.9)
 
 
+def test_a_few_placed_rows_do_not_make_placing_many_look_dear() -> None:
+    model = CostModel()
+    model.observe(Work.of(1000, 1000, 0), 0.70)
+    for _ in range(4):
+        model.observe(Work.of(110, 60, 50), 0.10)  # a start that has nothing to do with 50 rows
+    assert model.pays(Work.of(1000, 180, 820), Work.of(1000, 1000, 0), 0.6)
+
+
 def test_it_follows_a_machine_that_becomes_slower() -> None:
     model, work = learned(), Work.of(1500, 1500, 0)
     for each in FRESH * 20:

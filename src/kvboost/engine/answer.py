@@ -29,6 +29,7 @@ def answer(
     request: Request, parts: Parts, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[GenerationResult, Later]:
     """Generate, and return the result with the work of storing its K/V, to be done later."""
+    begun_at = time.perf_counter()
     if request.cancelled.is_set():
         raise CancelledError("cancelled while it waited")
     if request.loading is not None and request.loading.exception() is not None:
@@ -63,6 +64,7 @@ def answer(
         reuse=report(prefilled, num_prompt, parts, note or guard_note, first_token_at),
         output_texts=texts,
         output=output,
+        stages_ms=_stages_ms(request, begun_at, prefilled, first_token_at, finished_at),
     )
     count(request, prefilled, parts, looked_up=not note)
 
@@ -94,6 +96,25 @@ def terms_of(request: Request, parts: Parts, *, is_refused: bool) -> tuple[Terms
     if not allowed.allows_moved:
         return Terms("exact", request.tenant), allowed.note
     return Terms("auto", request.tenant, allowed.ratio), allowed.note
+
+
+def _stages_ms(
+    request: Request,
+    begun_at: float,
+    prefilled: Prefilled[SlotCache] | None,
+    first_token_at: float,
+    finished_at: float,
+) -> dict[str, float]:
+    """Where the time of a call went; each stage ends where the next one begins."""
+    ends = {"tokenize": request.ready_at, "wait": begun_at}
+    if prefilled is not None:
+        ends["lookup"] = prefilled.started_at + prefilled.lookup_ms / 1e3
+        ends |= {"load": prefilled.placed_at, "select": prefilled.selected_at}
+    ends |= {"forward": first_token_at, "decode": finished_at}
+    starts = [request.started_at, *ends.values()]
+    return {
+        name: 1e3 * (end - start) for (name, end), start in zip(ends.items(), starts, strict=False)
+    }
 
 
 def _is_assisted(request: Request) -> bool:

@@ -78,6 +78,8 @@ class Prefilled(Generic[S]):
     started_at: float
     lookup_ms: float
     load_ms: float
+    placed_at: float
+    selected_at: float  # when it was clear what is computed again
 
     @property
     def num_cached(self) -> int:
@@ -127,11 +129,12 @@ def fill(
     space = space_of(terms.tenant, parts)
     placed = assemble(ReusePlan(len(tokens), loaded), rows, model, parts.store, space)
     parts.store.forget(placed.lost)
-    load_ms = 1e3 * (time.perf_counter() - started)
+    placed_at = time.perf_counter()
     shared = (m for m in reused.matches if m.span.stop <= decision.num_shared)
     plan = ReusePlan(len(tokens), (*shared, *placed.plan.matches))
     repair = parts.repairs[terms.ratio]
     repaired = repair.select(plan, Probe(model, slots, tokens, plan, placed.sensitivities))
+    selected_at = time.perf_counter()
     pieces = None if decision.is_alone else parts.piece_tokens
     pending = forward(model, slots, tokens, plan.live, repaired, pieces)
     num_rows = len(tokens) - plan.num_reused + len(repaired)
@@ -145,7 +148,9 @@ def fill(
         work=Work.of(len(tokens), num_rows, plan.num_reused),
         started_at=decision.started_at,
         lookup_ms=decision.lookup_ms,
-        load_ms=load_ms,
+        load_ms=1e3 * (placed_at - started),
+        placed_at=placed_at,
+        selected_at=selected_at,
     )
 
 

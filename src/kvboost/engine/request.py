@@ -37,6 +37,7 @@ class Request:
     adapter: Adapter
     arguments: dict[str, Any]  # for Transformers' generate()
     started_at: float = field(default_factory=time.perf_counter)
+    ready_at: float = field(default_factory=time.perf_counter)  # when its tokens were there
     emit: Callable[[str], None] | None = None  # gets the text as it comes
     loading: Future[None] | None = None  # of what tiers below memory have of the prompt
     cancelled: threading.Event = field(default_factory=threading.Event)

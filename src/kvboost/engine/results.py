@@ -76,6 +76,10 @@ class GenerationResult:
     reuse: ReuseReport
     output_texts: list[str] = field(repr=False)  # all, where several sequences were asked for
     output: Any = field(repr=False)  # what Transformers' generate() returned, without the cache
+    # Where the time went, in the order of the call: tokenize, wait (for its turn), lookup, load
+    # (buffers included), select (what is computed again), forward, decode. In a batch: wait,
+    # lookup, load, forward, decode.
+    stages_ms: dict[str, float] = field(default_factory=dict, repr=False)
 
     @property
     def kv_reuse_ratio(self) -> float:

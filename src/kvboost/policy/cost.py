@@ -17,6 +17,7 @@ MOVED_GAIN = 0.8
 
 # How little is believed of each feature before it is seen: rows explain most of any prefill.
 DOUBTS = np.array([1e-2, 1e-2, 1e-4, 1e-3, 1e-2])
+ROWS, PLACED = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,8 @@ def _fit(seen: deque[tuple[Work, float]]) -> npt.NDArray[np.float64]:
     rows = np.array([_features(work) for work, _ in seen])
     weights = RECENT ** np.arange(len(seen))[::-1]
     scale = rows.max(axis=0).clip(1.0)
+    # A few placed rows beside a slow start must not make placing many look dear.
+    scale[PLACED] = max(scale[PLACED], scale[ROWS])
     left = (rows / scale) / seconds[:, None] * seconds.mean() * weights[:, None]
     used = list(range(left.shape[1]))
     solved = np.zeros(left.shape[1])

@@ -123,7 +123,7 @@ class BatchFront:
 
 def _result_of(completion: Completion) -> GenerationResult:
     """An answer of the batch in the words of `generate`."""
-    times = completion.token_times
+    times, phases = completion.token_times, completion.phases
     return GenerationResult(
         output_text=completion.text,
         token_ids=list(completion.token_ids),
@@ -134,4 +134,11 @@ def _result_of(completion: Completion) -> GenerationResult:
         reuse=completion.reuse,
         output_texts=[completion.text],
         output=None,
+        stages_ms={
+            "wait": 1e3 * phases.queue,
+            "lookup": 1e3 * phases.lookup,
+            "load": 1e3 * phases.load,
+            "forward": 1e3 * phases.prefill,
+            "decode": 1e3 * phases.decode,
+        },
     )
