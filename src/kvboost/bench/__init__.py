@@ -1,0 +1,1 @@
+"""How fast and how faithful: KVBoost beside other systems, on the same prompts."""

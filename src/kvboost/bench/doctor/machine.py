@@ -1,0 +1,35 @@
+"""What the system says about itself; None where it does not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+GROUP = Path("/sys/fs/cgroup")
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def load() -> float | None:
+    """Mean number of running processes in the last minute."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path = GROUP) -> int | None:
+    """Memory that could be used now, within the limit of a container."""
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        available = int(lines["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        return None
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no container, or one without a limit
+        return available
+    return min(available, max(0, limit - used))

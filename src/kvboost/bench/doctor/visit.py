@@ -1,0 +1,190 @@
+"""Load a model on this machine, certify it, and measure all that advice is made of."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvboost.bench.doctor import machine, tier_speed
+from kvboost.bench.doctor.facts import (
+    Machine,
+    ModelFacts,
+    MovedQuality,
+    Packing,
+    TierSpeed,
+    Visit,
+)
+from kvboost.bench.doctor.rounds import Rounds
+from kvboost.codecs.kivi import Int8Codec
+from kvboost.config import Options
+from kvboost.core import KVGeometry
+from kvboost.engine.engine import KVBoost
+from kvboost.engine.texts import PREFACE
+from kvboost.engine.verify import PROMPTS
+from kvboost.errors import ConfigError, UnsupportedModel
+from kvboost.models.certify import measure_geometry
+from kvboost.models.load import limits, load
+from kvboost.models.prepack import prepack
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ROUNDS_SHARE = 0.65  # of the time; what is left is for the other measures
+NUM_ANSWERED = 16  # tokens of the answer that is compared
+NUM_PREFILLS = 6  # that the comparison takes, about
+NUM_SEQUENCES = 16  # of the step that rearranged weights are tried on
+NUM_STEPS = 5
+STEP_TOKENS = 4  # decoded one by one, that take as long as such a step, about
+NO_LIMIT = 1e9  # words in random order say nothing of quality, so that their audits end nothing
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What to look at, and for how long."""
+
+    model: str
+    dtype: str = "auto"
+    device: str | None = None
+    gguf_file: str | None = None
+    disk_dir: str | None = None
+    redis_url: str | None = None
+    seconds: float = 60.0  # once the model is loaded and certified
+
+
+def visit(wishes: Wishes, say: Say) -> Visit:
+    """Load, certify and measure; `say` is told what is being done."""
+    system_load = machine.load()
+    say(f"loading {wishes.model}")
+    started = time.perf_counter()
+    arguments = {"dtype": wishes.dtype}
+    if wishes.gguf_file:
+        arguments["gguf_file"] = wishes.gguf_file
+    model, tokenizer = load(wishes.model, wishes.device, arguments)
+    loaded = time.perf_counter()
+    say("certifying it")
+    facts = ModelFacts(
+        name=f"{type(model).__name__} ({model.config.model_type})",
+        dtype=str(model.dtype).removeprefix("torch."),
+        load_s=loaded - started,
+        longest_tokens=limits(model)[1],
+    )
+    begun = Visit(_machine(model, system_load), facts)
+    try:
+        engine = KVBoost(model, tokenizer, reuse="auto", audit_ratio=0.0, quality_budget=NO_LIMIT)
+    except UnsupportedModel as error:
+        return replace(begun, model=replace(facts, refusal=str(error)))
+    certified = time.perf_counter()
+    facts = replace(facts, certify_s=certified - loaded)
+    until = certified + wishes.seconds
+    with engine:
+        measured = _with_engine(engine, model, replace(begun, model=facts), wishes, say)
+    packing_s = 3 * (NUM_STEPS + 1) * STEP_TOKENS * median(measured.decode_ms) / 1e3
+    has_time = time.perf_counter() + packing_s < until
+    return replace(measured, packing=_packing(model, say) if has_time else None)
+
+
+def _machine(model: PreTrainedModel, system_load: float | None) -> Machine:
+    return Machine(
+        device=model.device.type,
+        num_cores=machine.num_cores(),
+        num_threads=torch.get_num_threads(),
+        load=system_load,
+        available_bytes=machine.available_bytes(),
+        wait_policy=os.environ.get("OMP_WAIT_POLICY"),
+    )
+
+
+def _with_engine(
+    engine: KVBoost, model: PreTrainedModel, begun: Visit, wishes: Wishes, say: Say
+) -> Visit:
+    started = time.perf_counter()
+    with torch.no_grad():
+        geometry = measure_geometry(model)
+    say("first prompts")
+    rounds = Rounds(engine, begun.model.longest_tokens)
+    readings, decode_ms = rounds.run(started + ROUNDS_SHARE * wishes.seconds, say)
+    codec, size = Int8Codec(geometry), Options().chunk_size
+    facts = replace(
+        begun.model,
+        bytes_per_token=geometry.bytes_per_token,
+        int8_bytes_per_token=codec.size(size) // size,
+        int8_decode_ms=tier_speed.decode_ms(codec, size),
+        move_refusal=rounds.move_refusal,
+    )
+    tiers = tuple(_tiers(wishes, geometry, say))
+    left_s = started + wishes.seconds - time.perf_counter()
+    answer_s = 2 * NUM_ANSWERED * median(decode_ms) / 1e3
+    most_tokens = int((left_s - answer_s) / rounds.token_s)
+    quality = None if facts.move_refusal else _quality(engine, facts, most_tokens, say)
+    return replace(
+        begun, model=facts, readings=readings, decode_ms=decode_ms, tiers=tiers, quality=quality
+    )
+
+
+def _tiers(wishes: Wishes, geometry: KVGeometry, say: Say) -> Iterator[TierSpeed]:
+    frames = tier_speed.make_frames(geometry, Options().chunk_size)
+    say("memory")
+    yield tier_speed.memory_speed(frames)
+    if wishes.disk_dir is not None:
+        say("disk")
+        yield tier_speed.disk_speed(wishes.disk_dir, frames)
+    if wishes.redis_url is not None:
+        say("redis")
+        yield tier_speed.redis_speed(wishes.redis_url, frames)
+
+
+def _compared_prompts() -> list[str]:
+    """Two texts in one order, then in the other with a question."""
+    text, question = PROMPTS[0].split("Question:")
+    return [PREFACE + text, f"{text}{PREFACE}Question:{question}"]
+
+
+def _quality(engine: KVBoost, model: ModelFacts, most_tokens: int, say: Say) -> MovedQuality | None:
+    """None where it would compute more than `most_tokens`, or the engine moves nothing."""
+    prompts = _compared_prompts()
+    num_tokens = len(engine.tokenizer(prompts[-1]).input_ids) + NUM_ANSWERED
+    is_too_long = model.longest_tokens is not None and num_tokens > model.longest_tokens
+    if is_too_long or NUM_PREFILLS * num_tokens > most_tokens:
+        return None
+    say("an answer on moved text")
+    report = engine.verify_correctness(prompts, NUM_ANSWERED, reuse="auto")
+    if not report.checks:
+        return None
+    return MovedQuality(report.checks[0].mean_kl, report.checks[0].top1_ratio)
+
+
+def _packing(model: PreTrainedModel, say: Say) -> Packing | None:
+    """Steps with plain weights, with rearranged ones, and with plain ones again."""
+    weight_bytes = sum(each.nbytes for each in model.parameters())
+    available_bytes = machine.available_bytes()
+    if available_bytes is None or 2 * weight_bytes > available_bytes:
+        return None
+    say("rearranged weights")
+    plain = _step_ms(model)
+    try:
+        undo = prepack(model)
+    except ConfigError:  # not for this dtype or device
+        return None
+    packed = _step_ms(model)
+    undo()
+    return Packing(median([*plain, *_step_ms(model)]), median(packed), NUM_SEQUENCES)
+
+
+@torch.no_grad()
+def _step_ms(model: PreTrainedModel) -> list[float]:
+    """A token of each sequence in one forward, without the first one."""
+    tokens = torch.arange(5, 5 + NUM_SEQUENCES, device=model.device)[:, None]
+    times = []
+    for _ in range(NUM_STEPS + 1):
+        started = time.perf_counter()
+        model(input_ids=tokens, use_cache=False)
+        times.append(1e3 * (time.perf_counter() - started))
+    return times[1:]

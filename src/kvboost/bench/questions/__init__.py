@@ -1,0 +1,1 @@
+"""Questions about ours alone: each is asked beside bare Transformers in one process."""

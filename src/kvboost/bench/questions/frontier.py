@@ -1,0 +1,138 @@
+"""How much of moved text must be computed again, and what does that cost?"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvboost.bench.questions.subjects import Row, Subject, layouts, round_ms
+from kvboost.build import Parts, build_repair
+from kvboost.core import MatchKind
+from kvboost.engine.prefill import Prefilled, Terms, complete, prefill
+from kvboost.engine.verify import compare
+from kvboost.models.slots import SlotCache
+from kvboost.policy.cost import CostModel
+
+NUM_ANSWER = 16
+PROMPTS_PER_ROUND = 2  # distances of distributions need more prompts than times do
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way of repair: its name in the results, the strategy and its share."""
+
+    repair: str
+    strategy: str
+    ratio: float = 0.0
+
+
+CASES = (
+    Case("none", "none"),
+    Case("heads", "selective"),
+    *(Case(str(ratio), "sampled", ratio) for ratio in (0.05, 0.15, 0.3, 0.5, 1.0)),
+)
+QUICK_CASES = (CASES[0], CASES[3], CASES[-1])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One case on one prompt."""
+
+    ttft_ms: float
+    full_ms: float
+    kl: float
+    top1: float
+    computed_share: float
+    moved_share: float
+
+
+def frontier(subject: Subject) -> Iterator[Row]:
+    """A row for each way of repair, on documents that were read in another order."""
+    cases = QUICK_CASES if subject.is_quick else CASES
+    seen: dict[Case, list[Measured]] = {case: [] for case in cases}
+    per_round = 1 if subject.is_quick else PROMPTS_PER_ROUND
+    for seed in subject.seeds:
+        for number in range(per_round):
+            words = subject.words(100 * seed + number)
+            first, moved = layouts(words, subject.num_tokens)
+            session = subject.session(reuse="auto")
+            session.ask(first)
+            full_ms, answer, fresh = _reference(moved, session.parts)
+            for case in cases:
+                parts = _with_repair(session.parts, case)
+                seen[case].append(_measure(moved, answer, fresh, full_ms, parts, case))
+    for case, measured in seen.items():
+        yield {"repair": case.repair, "tokens": subject.num_tokens, **_row(measured)}
+
+
+def _with_repair(parts: Parts, case: Case) -> Parts:
+    """The same store under another repair; a cost model that knows nothing drops nothing."""
+    options = replace(parts.options, recompute_strategy=case.strategy, recompute_ratio=case.ratio)
+    repairs = {case.ratio: build_repair(options, case.ratio)}
+    return replace(parts, options=options, repairs=repairs, cost=CostModel())
+
+
+def _prefilled(
+    tokens: list[int], parts: Parts, terms: Terms
+) -> tuple[float, Prefilled[SlotCache], torch.Tensor]:
+    """Milliseconds until the first logits were there, the rows, and these logits."""
+    started = time.perf_counter()
+    prefilled = prefill(tokens, parts, terms, capacity=len(tokens) + NUM_ANSWER)
+    logits = complete(prefilled, tokens, parts)
+    return 1e3 * (time.perf_counter() - started), prefilled, logits
+
+
+def _reference(tokens: list[int], parts: Parts) -> tuple[float, list[int], torch.Tensor]:
+    """Time of a full prefill, the greedy answer on it, and the logits it was chosen from."""
+    full_ms, prefilled, logits = _prefilled(tokens, parts, Terms("off"))
+    slots, said, seen = prefilled.slots, [int(logits[-1].argmax())], [logits]
+    while len(said) < NUM_ANSWER:
+        step = range(slots.length, slots.length + 1)
+        logits = parts.model.forward(slots, said[-1:], step)
+        said.append(int(logits[-1].argmax()))
+        seen.append(logits)
+    parts.model.recycle(slots)
+    return full_ms, said, torch.cat(seen).float()
+
+
+def _measure(
+    tokens: list[int],
+    answer: list[int],
+    fresh: torch.Tensor,
+    full_ms: float,
+    parts: Parts,
+    case: Case,
+) -> Measured:
+    """Lead the case along the answer of the full prefill, and compare the distributions."""
+    ttft_ms, prefilled, first = _prefilled(tokens, parts, Terms("auto", "", case.ratio))
+    places = range(len(tokens), len(tokens) + len(answer) - 1)
+    rest = parts.model.forward(prefilled.slots, answer[:-1], places, num_logits=len(places))
+    plan = prefilled.plan
+    check = compare(fresh, torch.cat([first, rest]).float(), len(tokens), plan.num_reused)
+    parts.model.recycle(prefilled.slots)
+    moved = sum(len(m.span) for m in plan.matches if m.kind is MatchKind.MOVED)
+    return Measured(
+        ttft_ms=ttft_ms,
+        full_ms=full_ms,
+        kl=check.mean_kl,
+        top1=check.top1_ratio,
+        computed_share=1 - prefilled.num_cached / len(tokens),
+        moved_share=moved / len(tokens),
+    )
+
+
+def _row(measured: list[Measured]) -> Row:
+    return {
+        "ttft_ms": round_ms([each.ttft_ms for each in measured]),
+        "full_ms": round_ms([each.full_ms for each in measured]),
+        "ratio": round(statistics.median(each.ttft_ms / each.full_ms for each in measured), 4),
+        "kl": round(statistics.mean(each.kl for each in measured), 5),
+        "top1": round(statistics.mean(each.top1 for each in measured), 4),
+        "computed_share": round(statistics.mean(each.computed_share for each in measured), 4),
+        "moved_share": round(statistics.mean(each.moved_share for each in measured), 4),
+        "prompts": len(measured),
+    }

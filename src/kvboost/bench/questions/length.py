@@ -1,0 +1,35 @@
+"""How does the time to the first token grow with the prompt?"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from kvboost.bench.questions.subjects import (
+    Pair,
+    Row,
+    Subject,
+    continued,
+    layouts,
+    middle,
+    pick,
+)
+
+LENGTHS = (256, 512, 1024, 2048, 4096)
+QUICK_LENGTHS = (256, 512)
+
+
+def length(subject: Subject) -> Iterator[Row]:
+    """A row for each length and phase: nothing seen, the beginning seen, documents moved."""
+    for num_tokens in QUICK_LENGTHS if subject.is_quick else LENGTHS:
+        phases: dict[str, list[Pair]] = defaultdict(list)
+        for number, seed in enumerate(subject.seeds):
+            session, words = subject.session(reuse="auto"), subject.words(seed)
+            first, moved = layouts(words, num_tokens)
+            prompts = {"cold": first, "warm": continued(first, words), "moved": moved}
+            for phase, tokens in prompts.items():
+                pair = subject.compare(session, tokens, is_ours_first=number % 2 == 0)
+                phases[phase].append(pair)
+        for phase, pairs in phases.items():
+            row = pick(middle(pairs), "ours_ms", "bare_ms", "ratio", "top1", "cached_share")
+            yield {"tokens": num_tokens, "phase": phase, **row, "pairs": len(pairs)}

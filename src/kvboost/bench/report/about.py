@@ -1,0 +1,138 @@
+"""Sections on the run itself: what was measured, who is absent, how to do it again, the clock."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvboost.bench.report.formats import plain
+from kvboost.bench.report.names import OURS, system_place
+from kvboost.bench.report.reading import Results, Run
+from kvboost.bench.report.section import Part, Row, Section, Table
+
+
+def measured(results: Results) -> Section:
+    """Return the section on what was measured, and where."""
+    run = results.run
+    rows = tuple(
+        Row((s.system, s.title, _versions(s.versions)), s.system in OURS)
+        for s in sorted(results.systems, key=lambda s: system_place(s.system))
+    )
+    quick = " This was a quick run: its intervals are wide or missing." if run.is_quick else ""
+    return Section(
+        "measured",
+        "What was measured",
+        f"{run.model} in {run.dtype} on {machine(run.machine)}:"
+        f" {len(results.measured)} systems, {len(results.workloads)} workloads,"
+        f" {run.rounds} rounds{_duration(run.seconds)}.{quick}",
+        (Part(table=Table(("system", "what it is", "versions"), rows)),) if rows else (),
+        "Names as in the first column are used on the whole page; ours are in the accent colour."
+        " Not every system computes in the same precision: where its title names one, its times and"
+        " its top-1 are those of that precision.",
+    )
+
+
+def machine(facts: Mapping[str, Any]) -> str:
+    """Write a machine in words."""
+    words = [str(facts["cpu"])] if facts.get("cpu") else []
+    words += [f"{facts['cores']} cores"] if facts.get("cores") else []
+    words += [f"{plain(facts['memory_gb'])} GB"] if facts.get("memory_gb") else []
+    words += [str(facts[name]) for name in ("gpu", "os") if facts.get(name)]
+    return ", ".join(words) or "an unnamed machine"
+
+
+def absent(results: Results) -> Section | None:
+    """Return the section on systems that did not take part."""
+    if not results.absent:
+        return None
+    rows = tuple(
+        Row((a.system, a.title, a.why))
+        for a in sorted(results.absent, key=lambda a: system_place(a.system))
+    )
+    num = len(rows)
+    return Section(
+        "absent",
+        "Absent systems",
+        f"{num} system{'s' if num > 1 else ''} could not be measured on this machine.",
+        (Part(table=Table(("system", "what it is", "why it is absent"), rows)),),
+    )
+
+
+def reproduce(results: Results) -> Section:
+    """Return the section on how to get these figures again."""
+    run = results.run
+    facts = {
+        "model": run.model,
+        "dtype": run.dtype,
+        "seed": run.seed,
+        "rounds": run.rounds,
+        "commit": run.commit,
+        "date": run.date,
+        **run.settings,
+    }
+    rows = tuple(Row((name.replace("_", " "), _setting(value))) for name, value in facts.items())
+    return Section(
+        "reproduce",
+        "Reproduce it",
+        f"Check out {run.commit}, then run these lines." if run.commit else "Run these lines.",
+        (
+            Part(code=f"pip install '.[bench]'\nkvboost bench setup\n{_command(results.run)}"),
+            Part(table=Table(("setting", "value"), rows)),
+        ),
+        "Model, GGUF file and data are files of your own. raw.jsonl has every answer as it was"
+        " measured, results.jsonl what this page is made of."
+        " An interrupted run goes on where it was.",
+    )
+
+
+def _command(run: Run) -> str:
+    files = {name: run.settings.get(name) for name in ("gguf", "data")}
+    words = ["kvboost bench run", f"--model {run.model}"]
+    words += [f"--{name} {value}" for name, value in files.items() if value]
+    words += ["--quick"] if run.is_quick else []
+    words += [f"--dtype {run.dtype}", f"--rounds {run.rounds}", f"--seed {run.seed}"]
+    return " ".join([*words, "--out bench"])
+
+
+def clock() -> Section:
+    """Return the section on how time is taken."""
+    return Section(
+        "clock",
+        "How the clock works",
+        "Each system is timed inside its own process, from just before the call to the first token"
+        " and to the whole answer.",
+        (
+            Part(
+                text=(
+                    "Every system is a process of its own that stays alive for the whole run. For"
+                    " each workload and round the systems take turns in random order: each forgets"
+                    " what it has cached, then answers the same prompts, the same token ids, in the"
+                    " same order.",
+                    "The clock (time.perf_counter) starts just before the call into the system and"
+                    " is read when the first token is there and again when the whole answer is, the"
+                    " device synchronised. Starting processes, loading models and turning token ids"
+                    " into text for systems that take text only are not in it; storing that delays"
+                    " the next answer is.",
+                    "Answers are greedy and of a fixed length. A ratio is of pairs: the same ask in"
+                    " the same round, the system's time over the baseline's. Intervals are 95%"
+                    " bootstrap intervals over pairs, and are left out below six pairs.",
+                )
+            ),
+        ),
+    )
+
+
+def _versions(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    if isinstance(value, Mapping):
+        return _versions(value)
+    return plain(value) if isinstance(value, bool) or value is None else str(value)
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 120:
+        return f", {seconds / 60:.0f} minutes"
+    return f", {seconds:.0f} seconds" if seconds else ""

@@ -1,0 +1,182 @@
+"""Sections on when reuse helps and what it costs in quality: frontier, length, share."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvboost.bench.report import plots
+from kvboost.bench.report.compared import quality
+from kvboost.bench.report.fields import drop_empty, table, values
+from kvboost.bench.report.formats import joined, percent, times
+from kvboost.bench.report.names import AGAIN, BASELINE, PHASES, POOLED, family, place
+from kvboost.bench.report.reading import Results
+from kvboost.bench.report.section import Part, Picture, Section
+
+_Rows = Sequence[Mapping[str, Any]]
+_TOKENS = plots.Scale("tokens of the prompt", is_log=True)
+
+
+def frontier(results: Results) -> Section | None:
+    """Return the section on quality against speed."""
+    rows = drop_empty(results.asked("frontier"), "ratio", "top1")
+    systems = _system_pictures(results)
+    if not rows and not systems:
+        return None
+    parts = [Part(title="Systems", pictures=systems)] if systems else []
+    if rows:
+        parts.append(
+            Part(
+                title="Repair of moved documents",
+                pictures=_frontier_pictures(rows),
+                table=table(rows, "repair", "computed_share", "ttft_ms", "full_ms", "ratio"),
+            )
+        )
+    return Section(
+        "frontier",
+        "Quality against speed",
+        _frontier_takeaway(rows),
+        tuple(parts),
+        "Up and to the left is better: faster at the same quality. A label of a repair is the share"
+        " of moved tokens that is computed again. KL is how far the distribution of the next token"
+        " is from that of a full prefill, in nats; top-1 how often both choose the same token.",
+    )
+
+
+def _system_pictures(results: Results) -> tuple[Picture, ...]:
+    x = plots.Scale("first token, generate() = 1 (log scale)", is_log=True, mark=1.0)
+    made = []
+    for phase in results.phases(POOLED):
+        points = []
+        for system in (s for s in results.measured if s != AGAIN):
+            line = results.find(POOLED, phase, "ttft", system)
+            top1 = quality(results, POOLED, phase, system)
+            if top1 is not None and (line is not None or system == BASELINE):
+                ratio = line.ratio if line else 1.0
+                points.append(plots.Point(system, family(system), ratio, 100 * top1))
+        if points:
+            title = f"{phase}: top-1 by time to the first token"
+            drawn = plots.points(points, x, plots.Scale("top-1, %"), title, is_joined=False)
+            made.append(Picture(title, drawn))
+    return tuple(made)
+
+
+def _frontier_pictures(rows: _Rows) -> tuple[Picture, ...]:
+    x = plots.Scale("first token, full prefill = 1")
+    ordered = sorted(rows, key=lambda row: row["ratio"])
+    made = []
+    for name, y, factor in (
+        ("top1", plots.Scale("top-1, %"), 100),
+        ("kl", plots.Scale("KL, nats (log scale)", is_log=True), 1),
+    ):
+        known = drop_empty(ordered, name)
+        # A distance of nothing (everything computed again) has no place on a log scale.
+        known = [row for row in known if row[name] > 0 or not y.is_log]
+        points = [
+            plots.Point(str(row["repair"]), "ours", row["ratio"], factor * row[name])
+            for row in known
+        ]
+        if points:
+            title = f"{'Same token' if name == 'top1' else 'Distance'} by repair"
+            drawn = plots.points(points, x, y, title, is_joined=True)
+            made.append(Picture(title, drawn))
+    return tuple(made)
+
+
+def _frontier_takeaway(rows: _Rows) -> str:
+    if not rows:
+        return "What each system pays in quality for its speed."
+    fast = min(rows, key=lambda row: row["ratio"])
+    best = max(rows, key=lambda row: (row["top1"], -row["ratio"]))
+    said = (
+        f"On moved documents repair {fast['repair']} is the fastest ({times(fast['ratio'])} of a"
+        f" full prefill) and agrees with it on {percent(fast['top1'])} of tokens"
+    )
+    if fast is best:
+        return f"{said}; no other repair agrees more."
+    return (
+        f"{said}; repair {best['repair']} reaches {percent(best['top1'])}"
+        f" at {times(best['ratio'])}."
+    )
+
+
+def length(results: Results) -> Section | None:
+    """Return the section on prompt length."""
+    rows = drop_empty(results.asked("length"), "tokens", "ours_ms", "bare_ms", "ratio")
+    if not rows:
+        return None
+    pictures = []
+    for phase in _phases(rows):
+        own = _of(rows, phase)
+        series = [
+            plots.Line(name, css, tuple((row["tokens"], row[field]) for row in own))
+            for name, css, field in (
+                ("kvboost", "ours", "ours_ms"),
+                ("generate()", "transformers", "bare_ms"),
+            )
+        ]
+        y = plots.Scale("first token, ms (log scale)", is_log=True)
+        pictures.append(Picture(phase, plots.lines(series, _TOKENS, y, f"{phase} by length")))
+    said = [f"{phase} {_from(_of(rows, phase), 'tokens', _tokens)}" for phase in _phases(rows)]
+    figures = table(rows, "phase", "tokens", "ours_ms", "bare_ms", "ratio", fold="All figures")
+    return Section(
+        "length",
+        "By prompt length",
+        f"When does it help on this machine? First token, by length: {'; '.join(said)}.",
+        (Part(pictures=tuple(pictures), table=figures),),
+        "Where the lines cross, reuse begins to pay. Both axes are logarithmic.",
+    )
+
+
+def share(results: Results) -> Section | None:
+    """Return the section on the share of a prompt that is reused."""
+    rows = drop_empty(results.asked("share"), "tokens", "share", "ratio")
+    if not rows:
+        return None
+    lengths = values(rows, "tokens")
+    pictures, said = [], []
+    for phase in _phases(rows):
+        series = []
+        for number, tokens in enumerate(lengths):
+            own = [row for row in _of(rows, phase) if row["tokens"] == tokens]
+            if own:
+                points = tuple((100 * row["share"], row["ratio"]) for row in own)
+                series.append(plots.Line(_tokens(tokens), f"shade{number % 4}", points))
+                said.append(f"{phase} at {_tokens(tokens)} {_from(own, 'share', _share)}")
+        x, y = plots.Scale("share reused, %"), plots.Scale("time, generate() = 1", mark=1.0)
+        pictures.append(Picture(phase, plots.lines(series, x, y, f"{phase} by share")))
+    figures = table(
+        rows, "phase", "tokens", "share", "ours_ms", "bare_ms", "ratio", fold="All figures"
+    )
+    return Section(
+        "share",
+        "By share of the prompt that is reused",
+        f"Reuse is faster: {'; '.join(said)}.",
+        (Part(pictures=tuple(pictures), table=figures),),
+        "The strong line is break-even: below it reuse is faster than generate(). What lies left of"
+        " the crossing is overhead: looking up, loading and storing for too little gain.",
+    )
+
+
+def _from(rows: _Rows, name: str, write: Any) -> str:
+    ordered = sorted(rows, key=lambda row: row[name])
+    first = next((n for n, row in enumerate(ordered) if row["ratio"] < 1.0), None)
+    if first is None:
+        return f"never up to {write(ordered[-1][name])}"
+    later = [write(row[name]) for row in ordered[first:] if row["ratio"] >= 1.0]
+    but = f", though not at {joined(later)}" if later else ""
+    return f"from {write(ordered[first][name])} on{but}"
+
+
+def _tokens(value: float) -> str:
+    return f"{value:,.0f} tokens"
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.3g}%"
+
+
+def _phases(rows: _Rows) -> list[str]:
+    return sorted({str(row["phase"]) for row in rows}, key=lambda name: place(name, PHASES))
+
+
+def _of(rows: _Rows, phase: str) -> list[Mapping[str, Any]]:
+    return [row for row in rows if row["phase"] == phase]

@@ -1,0 +1,260 @@
+"""The parts of a run: measuring, asking, judging; each leaves out what is done already."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvboost.bench import records, traffic
+from kvboost.bench.environments import python_of
+from kvboost.bench.judge import Judge
+from kvboost.bench.machine import commit, machine
+from kvboost.bench.records import Line
+from kvboost.bench.settings import Settings
+from kvboost.bench.systems import SYSTEMS, System, WorkerProcess
+from kvboost.bench.workloads import Ask, Session, sessions
+from kvboost.errors import ConfigError, KVBoostError
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+RAW = "raw.jsonl"
+MOST_TOKENS = 4096  # of a prompt with its answer
+GGUF_READER = "llama"
+
+
+class Script:
+    """A run, part by part."""
+
+    def __init__(self, settings: Settings, folder: Path, tokenizer: Any) -> None:
+        self._settings, self._folder, self._tokenizer = settings, folder, tokenizer
+        self._raw = folder / RAW
+        self._sessions = sessions(tokenizer, settings.workloads, settings.seed, settings.num_tokens)
+
+    def measure(self) -> None:
+        """Every session of every system, in rounds and in an order drawn by chance; traffic."""
+        done = _counted(records.read(self._raw))
+        jobs = [job for job in self._jobs() if done[job_key(*job)] == 0]
+        wanted = self._traffic_left(done)
+        names = {system.name for _, _, system in jobs} | {system.name for system in wanted}
+        if not names:
+            return
+        with ExitStack() as stack:
+            workers = self._start([SYSTEMS[name] for name in SYSTEMS if name in names], stack)
+            bar = stack.enter_context(_bar(len(jobs) + len(wanted), "measuring"))
+            for session, round_number, system in jobs:
+                bar.set_postfix_str(f"{session.workload} {system.name}")
+                if system.name in workers:
+                    self._try(workers, system.name, self._hold, session, round_number)
+                bar.update()
+            for system in wanted:
+                bar.set_postfix_str(f"traffic {system.name}")
+                if system.name in workers:
+                    self._try(workers, system.name, self._let_traffic_come)
+                bar.update()
+
+    def ask_questions(self) -> None:
+        """What is asked of ours beside bare Transformers in one process."""
+        lines = records.read(self._raw)
+        done = {line["question"] for line in lines if line["kind"] == "answered"}
+        with _bar(len(self._settings.questions), "questions") as bar:
+            for question in self._settings.questions:
+                bar.set_postfix_str(question)
+                if question not in done:
+                    rows = self._rows(question)
+                    told: list[Line] = [{"kind": "question", **row} for row in rows]
+                    records.append(self._raw, [*told, {"kind": "answered", "question": question}])
+                bar.update()
+
+    def judge(self) -> None:
+        """Each answer once, however many systems and rounds gave it."""
+        lines = records.read(self._raw)
+        asks = {(s.workload, n): ask for s in self._sessions for n, ask in enumerate(s.asks)}
+        told = [line for line in lines if line["kind"] in ("answer", "judged")]
+        keys = [(line["workload"], line["ask"], tuple(line["answer"])) for line in told]
+        known = {key for key, line in zip(keys, told, strict=True) if line["kind"] == "judged"}
+        left = [key for key in dict.fromkeys(keys) if key not in known]
+        if not left:
+            return
+        judge = Judge(self._settings.model)
+        with _bar(len(left), "judging") as bar:
+            for workload, number, answer in left:
+                ask = asks[workload, number]
+                verdict = asdict(judge.verdict(ask.tokens, answer))
+                judged = {"workload": workload, "ask": number, "answer": list(answer), **verdict}
+                judged["score"] = self._score(ask, answer)
+                records.append(self._raw, [{"kind": "judged", **judged}])
+                bar.update()
+
+    def note_time(self, seconds: float) -> None:
+        """What was run where; the time of all parts of a run that was resumed is added up."""
+        lines = records.read(self._raw)
+        before = sum(line["seconds"] for line in lines if line["kind"] == "run")
+        settings = self._settings.shown()
+        about = {name: settings[name] for name in ("model", "dtype", "seed", "rounds", "is_quick")}
+        about |= {"seconds": round(before + seconds), "date": time.strftime("%Y-%m-%d")}
+        about |= {"commit": commit(), "machine": machine(), "settings": settings}
+        kept = [line for line in lines if line["kind"] != "run"]
+        records.write(self._raw, [{"kind": "run", **about}, *kept])
+
+    def _jobs(self) -> list[tuple[Session, int, System]]:
+        """Round by round, so that a run that is stopped has all workloads; systems alternate."""
+        chance, jobs = random.Random(self._settings.seed), []
+        for round_number in range(self._settings.rounds):
+            systems = [
+                SYSTEMS[name]
+                for name in self._settings.systems
+                if round_number < (SYSTEMS[name].most_rounds or self._settings.rounds)
+            ]
+            for session in self._sessions:
+                order = chance.sample(systems, len(systems))
+                jobs += [(session, round_number, system) for system in order]
+        return jobs
+
+    def _traffic_left(self, done: dict[str, int]) -> list[System]:
+        if self._settings.data is None:
+            return []
+        chosen = [SYSTEMS[name] for name in self._settings.systems if SYSTEMS[name].can_traffic]
+        return [each for each in chosen if done[f"traffic {each.name}"] == 0]
+
+    def _start(self, systems: Sequence[System], stack: ExitStack) -> dict[str, WorkerProcess]:
+        """Workers of the systems that can be had here; of the others is noted why not."""
+        (self._folder / "logs").mkdir(exist_ok=True)
+        workers = {}
+        with _bar(len(systems), "starting") as bar:
+            for system in systems:
+                bar.set_postfix_str(system.name)
+                try:
+                    worker = self._worker(system)
+                except KVBoostError as error:
+                    self._note_absent(system, str(error))
+                else:
+                    stack.callback(worker.close)
+                    workers[system.name] = worker
+                    self._note(kind="system", system=system, versions=worker.versions)
+                bar.update()
+        return workers
+
+    def _worker(self, system: System) -> WorkerProcess:
+        python = python_of(system.environment)
+        if python is None:
+            command = f"kvboost bench setup {system.environment}"
+            raise ConfigError(f"its environment was not made here: `{command}`")
+        if system.environment == GGUF_READER and self._settings.gguf is None:
+            raise ConfigError("it reads GGUF files: give one with --gguf")
+        given = {
+            "model": self._settings.model,
+            "dtype": self._settings.dtype,
+            "gguf": self._settings.gguf,
+            "max_tokens": MOST_TOKENS,
+            "num_threads": os.cpu_count(),
+        }
+        return WorkerProcess(system, python, given, self._folder / "logs" / f"{system.name}.log")
+
+    def _try(
+        self, workers: dict[str, WorkerProcess], name: str, work: Any, *arguments: Any
+    ) -> None:
+        """A system that fails is left out from there on; what it measured stays."""
+        try:
+            work(name, workers[name], *arguments)
+        except KVBoostError as error:
+            self._note_absent(SYSTEMS[name], str(error))
+            del workers[name]  # closed with the others
+
+    def _hold(self, name: str, worker: WorkerProcess, session: Session, round_number: int) -> None:
+        worker.forget()
+        lines: list[Line] = []
+        for number, ask in enumerate(session.asks):
+            said = worker.ask(ask.tokens, ask.num_new)
+            worker.rest()
+            lines.append(
+                {
+                    "kind": "answer",
+                    "workload": session.workload,
+                    "system": name,
+                    "round": round_number,
+                    "ask": number,
+                    "phase": ask.phase,
+                    "prompt_tokens": len(ask.tokens),
+                    "num_cached": said["num_cached"],
+                    "ttft_ms": round(1e3 * said["ttft_s"], 3),
+                    "total_ms": round(1e3 * said["total_s"], 3),
+                    "stages_ms": {key: round(ms, 3) for key, ms in said["stages_ms"].items()},
+                    "answer": said["tokens"],
+                }
+            )
+        records.append(self._raw, lines)
+
+    def _let_traffic_come(self, name: str, worker: WorkerProcess) -> None:
+        assert self._settings.data is not None
+        data = Path(self._settings.data)
+        asked = traffic.requests(data, self._tokenizer, self._settings.seed)
+        worker.forget()
+        started = time.perf_counter()
+        served = worker.traffic(asked)
+        line: Line = {"kind": "traffic", "system": name}
+        line["seconds"] = round(time.perf_counter() - started, 3)
+        for metric in ("ttft", "total"):
+            line[f"{metric}_ms"] = [round(1e3 * each[f"{metric}_s"], 2) for each in served]
+        records.append(self._raw, [line])
+
+    def _rows(self, question: str) -> list[Line]:
+        settings = asdict(self._settings)
+        shared = ("model", "dtype", "seed", "rounds", "is_quick")
+        task = {"questions": [question], **{name: settings[name] for name in shared}}
+        (self._folder / "logs").mkdir(exist_ok=True)
+        log = self._folder / "logs" / f"question-{question}.log"
+        with log.open("w") as errors:
+            done = subprocess.run(
+                [sys.executable, "-m", "kvboost.bench.questions.ask", json.dumps(task)],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        if done.returncode != 0:
+            tail = log.read_text(errors="replace")[-2000:]
+            raise KVBoostError(f"the question {question!r} failed:\n{tail}")
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def _score(self, ask: Ask, answer: Sequence[int]) -> float | None:
+        if not ask.fact:
+            return None
+        return float(ask.fact in self._tokenizer.decode(list(answer)))
+
+    def _note_absent(self, system: System, why: str) -> None:
+        self._note(kind="absent", system=system, why=why.splitlines()[0])
+
+    def _note(self, *, kind: str, system: System, **what: Any) -> None:
+        line = {"kind": kind, "system": system.name, "title": system.title, **what}
+        records.append(self._raw, [line])
+
+
+def job_key(session: Session, round_number: int, system: System) -> str:
+    """The name of one session of one system."""
+    return f"{session.workload} {round_number} {system.name}"
+
+
+def _counted(lines: list[Line]) -> dict[str, int]:
+    counts: dict[str, int] = defaultdict(int)
+    for line in lines:
+        if line["kind"] == "answer" and line["ask"] == 0:
+            counts[f"{line['workload']} {line['round']} {line['system']}"] += 1
+        elif line["kind"] == "traffic":
+            counts[f"traffic {line['system']}"] += 1
+    return counts
+
+
+def _bar(total: int, title: str) -> tqdm[Any]:
+    from tqdm.auto import tqdm  # noqa: PLC0415  (comes with Transformers)
+
+    return tqdm(total=total, desc=title, unit="", dynamic_ncols=True)

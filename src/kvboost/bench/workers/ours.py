@@ -1,0 +1,87 @@
+"""KVBoost, called as a library; traffic goes through its batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import loop
+import torch
+
+from kvboost import KVBoost
+from kvboost.core import Sampling
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Ours(loop.System):
+    """An engine with the options that the settings give."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        torch.set_num_threads(settings["num_threads"])
+        dtype = DTYPES[settings["dtype"]]
+        self._engine = KVBoost.from_pretrained(
+            settings["model"], dtype=dtype, **settings["options"]
+        )
+
+    def versions(self) -> dict[str, str]:
+        """Of ours and of what it runs on."""
+        import kvboost  # noqa: PLC0415  (only its version is of interest)
+
+        return {"kvboost": kvboost.__version__, **loop.installed("torch", "transformers")}
+
+    def forget(self) -> None:
+        """Delete what is stored, once everything is."""
+        self._engine.flush()
+        self._engine.contents.delete(None, tenant="")
+
+    def ask(self, tokens: list[int], num_new: int) -> loop.Answer:
+        """Answer one prompt."""
+        started = time.perf_counter()
+        result = self._engine.generate(
+            tokens, max_new_tokens=num_new, eos_token_id=-1, do_sample=False
+        )
+        total_s = time.perf_counter() - started
+        return loop.Answer(
+            result.ttft_ms / 1e3,
+            total_s,
+            list(result.token_ids),
+            result.cached_tokens,
+            dict(result.stages_ms),
+        )
+
+    def rest(self) -> None:
+        """Wait for storing and audits."""
+        self._engine.flush()
+
+    def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Served]:
+        """All prompts join the batch as they come."""
+        waiting = []
+        for request, arrived_at in loop.arrivals(requests):
+            times = list[float]()
+            sampling = Sampling(max_new_tokens=request.num_new, ignore_eos=True)
+            ticket = self._engine.submit(
+                request.tokens, sampling, listener=lambda _, to=times: to.append(_now())
+            )
+            ended = Future[float]()
+            ticket.future.add_done_callback(lambda _, to=ended: to.set_result(_now()))
+            waiting.append((ticket, arrived_at, times, ended))
+        served = []
+        for ticket, arrived_at, times, ended in waiting:
+            ticket.result()
+            served.append(loop.Served(times[0] - arrived_at, ended.result() - arrived_at))
+        return served
+
+    def close(self) -> None:
+        """Finish storing."""
+        self._engine.close()
+
+
+def _now() -> float:
+    return time.perf_counter()
+
+
+if __name__ == "__main__":
+    loop.serve(Ours)

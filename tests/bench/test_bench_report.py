@@ -1,0 +1,408 @@
+import html.parser
+import json
+import math
+import re
+from importlib.resources import files
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import report_results
+
+from kvboost.bench.report import axes, plots
+from kvboost.bench.report.formats import NONE
+from kvboost.bench.report.losses import compared, is_lost, is_won
+from kvboost.bench.report.markdown import readme_table
+from kvboost.bench.report.names import OURS, family, system_place
+from kvboost.bench.report.reading import read_results
+from kvboost.bench.report.sections import read_notes, sections
+from kvboost.bench.report.write import write_report
+from kvboost.errors import KVBoostError
+
+
+def measure(system, ratio, **changes):
+    baseline_ms = changes.pop("baseline_ms", 500.0)
+    line = {
+        "kind": "measure",
+        "workload": "all",
+        "phase": "warm",
+        "metric": "ttft",
+        "system": system,
+        "baseline": "transformers",
+        "system_ms": ratio * baseline_ms,
+        "baseline_ms": baseline_ms,
+        "ratio": ratio,
+        "low": ratio * 0.9,
+        "high": ratio * 1.1,
+        "pairs": 18,
+        "top1": 0.98,
+        "baseline_top1": 0.985,
+    }
+    return line | changes
+
+
+RUN = {
+    "kind": "run",
+    "model": "tiny",
+    "dtype": "bf16",
+    "seed": 7,
+    "rounds": 3,
+    "seconds": 600,
+    "commit": "abc1234",
+    "date": "2026-11-16",
+    "machine": {"cpu": "A & B", "cores": 2, "memory_gb": 24},
+    "settings": {"gguf": "model.gguf", "systems": ["transformers", "vllm"]},
+}
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Sections by their slug, from lines."""
+
+    def make(*lines):
+        report_results.write(tmp_path, [RUN, *lines])
+        results = read_results(tmp_path / "results.jsonl")
+        return {s.slug: s for s in sections(results, read_notes(tmp_path / "notes.md"))}
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    """A folder with a full report."""
+    folder = tmp_path_factory.mktemp("full")
+    report_results.write(folder, report_results.full())
+    (folder / "notes.md").write_text("# Notes\n\n## A <loss>\n\nOne\nparagraph.\n\nAnother.\n")
+    write_report(folder)
+    return folder
+
+
+def rows(section, part=0):
+    return [row.cells for row in section.parts[part].table.rows]
+
+
+class Checker(html.parser.HTMLParser):
+    """Collects tags that were not closed in their order, and addresses."""
+
+    void = ("meta",)
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.wrong, self.ids, self.links, self.tags = [], [], [], [], set()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        named = dict(attrs)
+        self.ids += [named["id"]] if "id" in named else []
+        self.links += [named[name] for name in ("href", "src") if name in named]
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(tag)
+
+
+def test_page_is_whole_and_needs_nothing_else(full):
+    text = (full / "report.html").read_text()
+    checker = Checker()
+    checker.feed(text)
+    assert checker.open == []
+    assert checker.wrong == []
+    assert len(set(checker.ids)) == len(checker.ids)
+    assert {f"#{name}" for name in checker.ids} == set(checker.links)
+    assert not checker.tags & {"script", "link", "img", "iframe"}
+    assert "url(" not in text
+    assert "@import" not in text
+
+
+def test_page_has_the_sections_in_their_order(full):
+    slugs = re.findall(r'<section id="(\w+)"', (full / "report.html").read_text())
+    wanted = "measured headline workloads losses frontier length share stages modes chunk chunking"
+    wanted += " memory hits traffic absent noise reproduce clock"
+    assert slugs == wanted.split()
+
+
+def test_every_drawing_is_sound_and_inside_its_frame(full):
+    drawings = re.findall(r"<svg.*?</svg>", (full / "report.html").read_text(), re.S)
+    assert len(drawings) > 60
+    for drawing in drawings:
+        root = ElementTree.fromstring(drawing)
+        width, height = map(float, root.get("viewBox").split()[2:])
+        for mark in root.iter():
+            for name, most in (("x", width), ("x1", width), ("cx", width), ("y", height)):
+                assert 0 <= float(mark.get(name, 0)) <= most
+
+
+def test_every_colour_of_a_drawing_is_in_the_style_sheet(full):
+    style = files("kvboost.bench.report").joinpath("page.css").read_text()
+    drawn = re.findall(
+        r'<(?:rect|circle|polyline) class="([^"]+)"', (full / "report.html").read_text()
+    )
+    missing = {name for css in drawn for name in css.split() if f".{name} " not in f"{style} "}
+    assert missing == set()
+
+
+def test_dark_mode_gives_every_colour_anew():
+    style = files("kvboost.bench.report").joinpath("page.css").read_text()
+    light, dark = style.split("@media (prefers-color-scheme: dark)")
+    assert set(re.findall(r"(--[\w-]+):", light)) == set(re.findall(r"(--[\w-]+):", dark))
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_colours_stand_out_from_the_paper(mode):
+    style = files("kvboost.bench.report").joinpath("page.css").read_text()
+    part = style.split("@media (prefers-color-scheme: dark)")[mode]
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", part))
+    for name, least in {"ink": 7, "soft": 4.5, "ours": 4.5, "vllm": 3, "transformers": 3}.items():
+        assert _contrast(colours[name], colours["paper"]) >= least, name
+    assert _contrast(colours["ours"], colours["ours-soft"]) >= 4.5
+
+
+def _contrast(one, two):
+    light, dark = sorted((_luminance(one), _luminance(two)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour):
+    parts = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_markdown_has_the_tables_of_the_page(full):
+    page, text = (full / "report.html").read_text(), (full / "report.md").read_text()
+    assert text.count("\n| --- |") == page.count("<table>")
+    widths = {line.count(" | ") for line in text.splitlines() if line.startswith("| kvboost-auto")}
+    assert len(widths) > 1
+    assert "## Where we lose" in text
+
+
+def test_notes_are_shown_and_escaped(full):
+    text = (full / "report.html").read_text()
+    assert "<h3>A &lt;loss&gt;</h3>\n<p>One paragraph.</p>\n<p>Another.</p>" in text
+
+
+def test_what_was_not_measured_is_left_out(made):
+    assert list(made()) == ["measured", "reproduce", "clock"]
+    assert list(made(measure("vllm", 0.5))) == [
+        "measured",
+        "headline",
+        "frontier",
+        "reproduce",
+        "clock",
+    ]
+
+
+def test_headline_has_times_ratios_and_quality(made):
+    headline = made(measure("kvboost-auto", 0.2), measure("vllm", 0.1, top1=None))["headline"]
+    assert rows(headline) == [
+        ("kvboost-auto", "100 (0.20)", NONE, "98.0%"),
+        ("transformers", "500 (1.00)", NONE, "98.5%"),
+        ("vllm", "50.0 (0.10)", NONE, NONE),
+    ]
+    assert "warm 0.20 (best of the others: vllm, 0.10)" in headline.takeaway
+
+
+def test_lost_is_a_whole_interval_above_one(made, tmp_path):
+    lines = [
+        measure("kvboost-auto", ratio, workload="code", phase=phase, low=low, high=high)
+        for phase, ratio, low, high in (
+            ("cold", 1.2, 1.05, 1.4),
+            ("warm", 1.2, 0.95, 1.4),
+            ("moved", 1.1, None, None),
+        )
+    ]
+    lines.append(measure("vllm", 3.0, workload="code"))
+    lines.append(measure("kvboost-auto", 3.0, workload="code", baseline="kvboost-exact"))
+    lines.append(measure("kvboost-auto", 3.0, workload="code", baseline="transformers-again"))
+    losses = made(*lines)["losses"]
+    found = compared(read_results(tmp_path / "results.jsonl"))
+    assert [m.phase for m in found if is_lost(m)] == ["cold", "moved"]
+    assert [m for m in found if is_won(m)] == []
+    assert rows(losses) == [("kvboost-auto", "transformers", "0", "1", "2")]
+    assert rows(losses, 1) == [
+        ("kvboost-auto", "transformers", "cold", "first token", "code 1.20"),
+        ("kvboost-auto", "transformers", "moved", "first token", "code 1.10"),
+    ]
+    assert [row[5:7] for row in rows(losses, 2)] == [("1.20", "1.05 to 1.40"), ("1.10", NONE)]
+    assert losses.takeaway.startswith("2 of 3 comparisons are lost, 0 are won.")
+
+
+def test_worse_answers_are_listed(made):
+    lines = [
+        measure("kvboost-auto", 0.2, workload="code", phase="moved", top1=0.9),
+        measure("kvboost-exact", 0.2, workload="code", phase="moved", top1=0.985),
+    ]
+    losses = made(*lines)["losses"]
+    assert rows(losses, 1) == [("kvboost-auto", "moved", "code 90.0% (98.5%)")]
+
+
+def question(name, **row):
+    return {"kind": "question", "question": name} | row
+
+
+def test_break_even_length_is_said(made):
+    lines = [
+        question("length", tokens=tokens, phase=phase, ours_ms=r * 100, bare_ms=100, ratio=r)
+        for phase, ratios in (("cold", (1.3, 1.1, 1.02)), ("warm", (1.2, 0.8, 1.1)))
+        for tokens, r in zip((64, 128, 256), ratios, strict=True)
+    ]
+    said = made(*lines)["length"].takeaway
+    assert "cold never up to 256 tokens; warm from 128 tokens on, though not at 256 tokens." in said
+
+
+def test_break_even_share_is_said(made):
+    lines = [
+        question("share", tokens=512, phase="moved", share=share, ratio=ratio)
+        for share, ratio in ((0.5, 0.7), (0.0, 1.1), (0.125, 0.99))
+    ]
+    assert "moved at 512 tokens from 12.5% on" in made(*lines)["share"].takeaway
+
+
+def test_storing_that_never_pays_is_said(made):
+    lines = [
+        question(
+            "memory", tokens=512, bits=bits, break_even_requests=found, kv_bytes_per_token=1024
+        )
+        for bits, found in ((16, 2.5), (4, None))
+    ]
+    memory = made(*lines)["memory"]
+    assert "not always at 4 bits" in memory.takeaway
+    assert "at 16 bits after 2.50 returns at most (it takes 1.0 KiB a token)" in memory.takeaway
+    assert len(rows(memory)) == 2
+
+
+def test_strategy_without_a_time_is_in_the_table(made):
+    lines = [
+        question("chunking", strategy="fixed", found_share=0.4, ratio=None, top1=None),
+        question("chunking", strategy="anchors", found_share=0.9, ratio=0.3, top1=0.97),
+    ]
+    chunking = made(*lines)["chunking"]
+    assert rows(chunking)[0] == ("fixed", "40.0%", NONE, NONE)
+    assert "anchors finds the most again, 90.0%" in chunking.takeaway
+
+
+def test_fields_nobody_expected_are_shown(made):
+    lines = [question("modes", mode="auto", ratio=0.3, colour="blue", machine={"cpu": "x"})]
+    table = made(*lines)["modes"].parts[0].table
+    assert table.columns == ("mode", "ratio", "colour")
+    assert table.rows[0].cells == ("auto", "0.30", "blue")
+
+
+def test_noise_is_the_baseline_against_itself(made):
+    lines = [
+        measure("transformers-again", 1.03),
+        measure("transformers-again", 0.9, workload="code", phase="cold"),
+    ]
+    said = made(*lines)["noise"].takeaway
+    assert "3.0% pooled and by 10.0% at worst (code, cold, first token)" in said
+
+
+def test_uncovered_time_is_drawn(made):
+    line = {
+        "kind": "stages",
+        "workload": "code",
+        "phase": "warm",
+        "system": "kvboost-auto",
+        "stages_ms": {"forward": 80.0, "lookup": 10.0},
+        "total_ms": 100.0,
+        "covered": 0.9,
+        "least_covered": 0.85,
+        "answers": 6,
+    }
+    section = made(line)["stages"]
+    assert "stages cover 90.0% of the wall clock, 85.0% at least" in section.takeaway
+    widths = re.findall(
+        r'class="fill (stage-\w+)" [^>]*?width="([\d.]+)"', section.parts[0].pictures[0].svg
+    )
+    drawn = {name: float(width) for name, width in widths[-3:]}
+    assert drawn["stage-forward"] == pytest.approx(8 * drawn["stage-rest"], rel=0.02)
+
+
+def test_reproducing_names_the_command(made):
+    code = made()["reproduce"].parts[0].code.splitlines()
+    command = "kvboost bench run --model tiny --gguf model.gguf --dtype bf16"
+    assert code[-1] == f"{command} --rounds 3 --seed 7 --out bench"
+
+
+def test_readme_table_has_systems_as_rows(tmp_path):
+    lines = [
+        RUN,
+        {"kind": "system", "system": "kvboost-auto", "title": "KVBoost | auto"},
+        measure("kvboost-auto", 0.2),
+        measure("kvboost-auto", 0.3, phase="moved"),
+        measure("transformers-again", 1.0),
+    ]
+    report_results.write(tmp_path, lines)
+    table = readme_table(tmp_path / "results.jsonl").splitlines()
+    assert table[2] == (
+        rf"| KVBoost \| auto | 100 (0.20) | 150 (0.30) | {NONE} | {NONE} | 98.0% | 98.0% |"
+    )
+    assert table[3].startswith("| transformers | 500 (1.00) | 500 (1.00) |")
+    assert len(table) == 4
+
+
+def test_missing_and_damaged_results_are_named(tmp_path):
+    with pytest.raises(KVBoostError, match=r"results\.jsonl is not in"):
+        write_report(tmp_path)
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps(RUN) + '\n{"kind": ')
+    with pytest.raises(KVBoostError, match="line 2 of"):
+        write_report(tmp_path)
+    path.write_text('{"kind": "measure", "workload": "code"}')
+    with pytest.raises(KVBoostError, match="lacks fields"):
+        write_report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "is_log"),
+    [((0.05, 1.9), True), ((50, 1900), False), ((3, 3), False), ((0, 7), False)],
+)
+def test_axis_holds_its_values_and_ticks(values, is_log):
+    axis = axes.fitted(values, 10, 110, is_log=is_log)
+    assert axis.low <= min(values)
+    assert axis.high >= max(values)
+    for ticks in axis.tick_choices():
+        assert all(10 - 1e-6 <= axis.at(t) <= 110 + 1e-6 for t in ticks)
+    assert len(axis.tick_choices()[0]) >= 3
+
+
+def test_log_axis_has_equal_steps_for_equal_ratios():
+    axis = axes.fitted((0.1, 10), 0, 100, is_log=True)
+    assert axis.at(1) == pytest.approx(50)
+    assert axis.at(math.sqrt(10)) == pytest.approx(75)
+
+
+def test_close_values_get_a_linear_axis():
+    assert not axes.fitted((0.97, 1.03), 0, 100, is_log=True).is_log
+
+
+def test_names_of_points_do_not_overlap():
+    named = [plots.Point(f"system number {n}", "ours", 1 + n / 500, 98.0) for n in range(9)]
+    scale = plots.Scale("ratio", is_log=True, mark=0.2)
+    drawn = plots.points(named, scale, plots.Scale("top-1"), "title", is_joined=False)
+    texts = re.findall(r'class="name ours" x="([\d.]+)" y="([\d.]+)"', drawn)
+    places = [(float(x), float(y)) for x, y in texts]
+    assert len(places) == 9
+    width = 6.5 * len("system number 0")
+    for n, (x, y) in enumerate(places):
+        for other_x, other_y in places[n + 1 :]:
+            assert abs(x - other_x) >= width - 0.2 or abs(y - other_y) >= 11.8
+
+
+def test_rows_of_a_legend_do_not_overlap():
+    series = [plots.Line(f"a rather long name {n}", "ours", ((1, 1), (2, 2))) for n in range(6)]
+    drawn = plots.lines(series, plots.Scale("x"), plots.Scale("y"), "title")
+    keys = re.findall(r'class="key" x="([\d.]+)" y="([\d.]+)"', drawn)
+    assert len(set(keys)) == 6
+    assert max(float(x) for x, _ in keys) + 6.5 * len(series[0].label) <= 360
+
+
+def test_ours_come_first_and_have_their_own_colour():
+    names = ["zebra", "llama-server", "vllm", "vllm-kvboost", "kvboost-public", "kvboost-auto"]
+    ordered = sorted(names, key=system_place)
+    assert set(ordered[:2]) == {"kvboost-auto", "vllm-kvboost"}
+    assert ordered[-1] == "zebra"
+    assert [name for name in names if family(name) == "ours"] == [n for n in names if n in OURS]
+    assert Path(str(files("kvboost.bench.report") / "page.css")).is_file()
