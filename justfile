@@ -59,6 +59,6 @@ docs:
     {{python}} scripts/make_dashboard.py
     {{python}} scripts/make_pictures.py
 
-# Ours beside bare Transformers, e.g. `just bench speed --rounds 3`
+# Ours beside others: `just bench bench run --model FOLDER`; single questions: `just bench speed --rounds 3`
 bench *arguments:
     {{python}} benchmarks/run.py {{arguments}}

@@ -18,6 +18,7 @@ import transformers
 from transformers import StoppingCriteria
 
 import kvboost
+from kvboost.bench.machine import commit, cpu
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -63,28 +64,17 @@ def in_process(script: Path, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    root = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True
-    )
     return {
         "kvboost": kvboost.__version__,
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
-        "cpu": _cpu(),
+        "cpu": cpu(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2),
     }
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def rss_mb() -> float:

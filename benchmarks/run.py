@@ -1,6 +1,8 @@
 """One entry to all measurements: a table for people, and as the last line one JSON document.
 
 python benchmarks/run.py speed --model FOLDER [FOLDER ...] --dtype bf16 --rounds 5
+
+`bench` is `kvboost bench`: all systems side by side, and the report.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import sys
 from pathlib import Path
 
 # Before torch loads: threads that spin at barriers stall each other when cores are busy. Batches
-# have many barriers and are faster with it on a quiet machine, which their comparison wants anyway.
-if "throughput" not in sys.argv:
+# have many barriers and are faster with it on a quiet machine, which comparisons want anyway.
+if not {"throughput", "bench"} & set(sys.argv):
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "scripts")]
@@ -44,6 +46,7 @@ import streaming
 import threads
 import throughput
 from get_model import get_model
+from kvboost.cli.main import main as kvboost_command
 from measure import environment
 
 QUESTIONS = {
@@ -74,6 +77,8 @@ QUESTIONS = {
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["bench"]:
+        sys.exit(kvboost_command(sys.argv[1:]))
     logging.disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="question", required=True)

@@ -15,7 +15,13 @@ PARTS = {
     "connectors": "connectors",
     "bench": "bench",
 }
-MAX_LINES = {"library": 8_750, "application": 3_600, "weights": 800, "connectors": 1_600, "bench": 4_000}
+MAX_LINES = {
+    "library": 8_750,
+    "application": 3_700,
+    "weights": 800,
+    "connectors": 1_600,
+    "bench": 4_000,
+}
 
 
 def code_lines(path: Path) -> int:

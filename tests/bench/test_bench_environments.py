@@ -58,6 +58,13 @@ def test_unknown_environments_are_refused() -> None:
         make("sglang")
 
 
+def test_llama_is_built_for_the_processor_that_is_there() -> None:
+    flags = environments.instruction_flags(frozenset({"avx", "avx2", "avx512bw", "amx_tile"}))
+    assert {"-DGGML_NATIVE=OFF", "-DGGML_AVX512=ON", "-DGGML_AVX512_VNNI=OFF"} <= set(flags)
+    assert not any("AMX" in flag for flag in flags)
+    assert environments.instruction_flags(frozenset()) == []
+
+
 def test_the_folder_is_in_the_users_cache_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVBOOST_BENCH_DIR")
     assert environments.base() == Path.home() / ".cache" / "kvboost" / "bench"

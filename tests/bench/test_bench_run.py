@@ -49,8 +49,8 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 
 def test_names_that_can_be_chosen_are_those_that_there_are() -> None:
-    assert names.WORKLOADS == tuple(WORKLOADS)
-    assert names.QUESTIONS == tuple(QUESTIONS)
+    assert tuple(WORKLOADS) == names.WORKLOADS
+    assert tuple(QUESTIONS) == names.QUESTIONS
     assert set(names.QUICK_SYSTEMS) < set(SYSTEMS)
     assert set(names.QUICK_WORKLOADS) < set(WORKLOADS)
 

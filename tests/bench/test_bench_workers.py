@@ -90,7 +90,9 @@ def test_errors_are_told_and_the_worker_goes_on(start: Start) -> None:
 
 def test_a_worker_that_dies_leaves_the_end_of_its_log(start: Start) -> None:
     worker = start()
-    with pytest.raises(KVBoostError, match=r"(?s)fake ended during `ask`.*the last words"):
+    with pytest.raises(
+        KVBoostError, match=r"(?s)fake ended during `ask` with code 3;.*the last words"
+    ):
         worker.ask([1], 1)
     with pytest.raises(KVBoostError, match="fake"):
         worker.forget()

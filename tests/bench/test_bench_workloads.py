@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -96,8 +97,9 @@ def test_traffic_keeps_what_conversations_share_and_when_they_come(tmp_path: Pat
     assert times == sorted(times) and times[0] == 0
     assert times[-1] == pytest.approx(traffic.MEAN_GAP_S * (len(asked) - 1))
     assert all(len(each["tokens"]) == 5 * traffic.BLOCK_TOKENS for each in asked)
-    shared = [common(tuple(a["tokens"]), tuple(b["tokens"])) for a, b in zip(asked, asked[1:])]  # noqa: B905
-    assert set(shared) == {traffic.BLOCK_TOKENS, 2 * traffic.BLOCK_TOKENS}
+    prompts = [tuple(each["tokens"]) for each in asked]
+    shared = {common(one, other) for one, other in itertools.pairwise(prompts)}
+    assert shared == {traffic.BLOCK_TOKENS, 2 * traffic.BLOCK_TOKENS}
 
 
 def test_lines_survive_a_stop_in_the_middle_of_one(tmp_path: Path) -> None:

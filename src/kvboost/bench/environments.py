@@ -20,6 +20,18 @@ NAMED = {"vllm": "KVBOOST_BENCH_VLLM_PYTHON"}
 """Variables that name a Python which has the peer already."""
 MARKER = "made.json"
 LLAMA = "llama-cpp-python==0.3.36"
+FEATURES = {
+    "AVX": "avx",
+    "AVX2": "avx2",
+    "FMA": "fma",
+    "F16C": "f16c",
+    "BMI2": "bmi2",
+    "AVX512": "avx512bw",
+    "AVX512_VBMI": "avx512vbmi",
+    "AVX512_VNNI": "avx512_vnni",
+    "AVX512_BF16": "avx512_bf16",
+}
+"""Instructions that llama.cpp can use on x86, and what Linux calls them."""
 TAIL = 2000  # characters of a failed command's output
 
 
@@ -122,13 +134,25 @@ def llama_flags() -> list[str]:
     flags = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DLLAMA_OPENSSL=OFF"]
     flags += ["-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF"]
     flags += ["-DLLAMA_USE_PREBUILT_UI=OFF"]
+    return flags + instruction_flags(_cpu_flags())
+
+
+def instruction_flags(found: frozenset[str]) -> list[str]:
+    """Flags for a processor with these features, as Linux names them; none: let it find out.
+
+    A build that finds out by itself uses AMX tiles, and dies in machines that do not let it.
+    """
+    if not found:
+        return []
+    chosen = {name: "ON" if feature in found else "OFF" for name, feature in FEATURES.items()}
+    return ["-DGGML_NATIVE=OFF", *(f"-DGGML_{name}={value}" for name, value in chosen.items())]
+
+
+def _cpu_flags() -> frozenset[str]:
     info = Path("/proc/cpuinfo")
-    if info.exists() and "avx512_bf16" in info.read_text():
-        # A native build uses AMX tiles where the processor has them, and dies in some machines.
-        extras = ["AVX", "AVX2", "FMA", "F16C", "BMI2", "AVX512", "AVX512_VBMI", "AVX512_VNNI"]
-        flags += ["-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in extras)]
-        flags += ["-DGGML_AVX512_BF16=ON"]
-    return flags
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = (line.partition(":")[2].split() for line in lines if line.startswith("flags"))
+    return frozenset(next(named, []))
 
 
 TORCH = "install torch==2.13.0"  # first: packages that ask for any torch are then content with it

@@ -15,6 +15,7 @@ from kvboost.bench.report.names import BASELINE, POOLED
 from kvboost.bench.statistics import compare
 
 SPEAKERS = ("kvboost-exact", "kvboost-auto")  # compared with every other system
+CONNECTED = ("vllm-kvboost", "vllm")
 METRICS = ("ttft", "total")
 ABOUT = ("model", "dtype", "seed", "machine", "commit")
 TRAFFIC_QUANTILES = (50, 95)
@@ -76,6 +77,8 @@ def _couples(systems: list[str]) -> Iterator[tuple[str, str]]:
     for ours in SPEAKERS:
         if ours in systems:
             yield from ((ours, other) for other in systems if other not in (ours, BASELINE))
+    if {*CONNECTED} <= {*systems}:
+        yield CONNECTED
 
 
 def _compared(

@@ -167,7 +167,8 @@ class WorkerProcess:
         except queue.Empty:
             raise self._error(f"did not answer `{what}` in {deadline_s:.0f} s") from None
         if not line:
-            raise self._error(f"ended during `{what}`")
+            code = self._process.wait(LEAVE_S)
+            raise self._error(f"ended during `{what}` with code {code}")
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise KVBoostError(f"{self._system.name}: `{what}` failed: {reply['error']}")

@@ -177,10 +177,7 @@ def _pays(what: str, shares: Sequence[tuple[int, float]]) -> Finding:
     tokens, share = shares[-1]
     start = break_even(shares)
     if start is None:
-        return Finding(
-            "note",
-            f"{what} does not pay up to {tokens} tokens (takes {share:.0%} of the full time)",
-        )
+        return Finding("note", f"{what} does not pay up to {tokens} tokens")
     since = f"from {start} tokens"
     if start == shares[0][0]:
         since += " at the latest, the shortest that was measured"

@@ -44,7 +44,9 @@ def losses(results: Results, notes: Sequence[Part]) -> Section | None:
     lost = [m for m in lines if is_lost(m)]
     parts = [Part(title="Counted", table=_counts(lines))] if lines else []
     if lost:
-        parts.append(Part(title="Lost comparisons", table=_grouped(lost)))
+        for system in sorted({m.system for m in lost}, key=system_place):
+            table = _grouped([m for m in lost if m.system == system])
+            parts.append(Part(title=f"What {system} loses", table=table))
         parts.append(Part(table=_listed(lost)))
     worse = _worse_answers(results)
     if worse is not None:
@@ -79,28 +81,26 @@ def _counts(lines: list[Measure]) -> Table:
     for system, peer in sorted(pairs, key=lambda p: (system_place(p[0]), system_place(p[1]))):
         own = [m for m in lines if (m.system, m.baseline) == (system, peer)]
         num_lost, num_won = sum(map(is_lost, own)), sum(map(is_won, own))
-        counts = (num_won, len(own) - num_won - num_lost, num_lost)
+        counts = (num_lost, num_won, len(own) - num_won - num_lost)
         rows.append(Row((system, peer, *map(str, counts))))
-    return Table(("ours", "against", "won", "undecided", "lost"), tuple(rows))
+    return Table(("ours", "against", "lost", "won", "undecided"), tuple(rows))
 
 
 def _grouped(lost: list[Measure]) -> Table:
-    groups: dict[tuple[str, str, str, str], list[Measure]] = {}
+    groups: dict[tuple[str, str, str], list[Measure]] = {}
     for m in lost:
-        groups.setdefault((m.system, m.baseline, m.phase, m.metric), []).append(m)
+        groups.setdefault((m.baseline, m.phase, m.metric), []).append(m)
     rows = []
-    for (system, peer, phase, metric), group in sorted(groups.items(), key=_group_place):
+    for (peer, phase, metric), group in sorted(groups.items(), key=lambda g: _group_place(g[0])):
         worst_first = sorted(group, key=lambda m: -m.ratio)
         where = ", ".join(f"{m.workload} {times(m.ratio)}" for m in worst_first)
-        rows.append(Row((system, peer, phase, METRICS[metric], where)))
-    return Table(
-        ("ours", "against", "phase", "until", "where, and how many times as long"), tuple(rows)
-    )
+        rows.append(Row((peer, f"{phase}, {METRICS[metric]}", where)))
+    return Table(("against", "when", "where, and how many times as long"), tuple(rows))
 
 
-def _group_place(item: tuple[tuple[str, str, str, str], list[Measure]]) -> tuple[object, ...]:
-    system, peer, phase, metric = item[0]
-    return (system_place(system), system_place(peer), place(phase, PHASES), metric != "ttft")
+def _group_place(group: tuple[str, str, str]) -> tuple[object, ...]:
+    peer, phase, metric = group
+    return (system_place(peer), place(phase, PHASES), metric != "ttft")
 
 
 def _listed(lost: list[Measure]) -> Table:

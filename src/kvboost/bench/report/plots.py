@@ -11,6 +11,7 @@ from kvboost.bench.report.svg import ROW, WIDTH
 _RIGHT = WIDTH - 8
 _LEFT = 46.0
 _FOOT = 34.0
+_BESIDE = 10.0  # a name farther off has a line to its point
 _Place = tuple[float, float]
 _Box = tuple[float, float, float, float]  # left, upper, right, lower
 
@@ -126,8 +127,19 @@ def lines(series: Sequence[Line], x: Scale, y: Scale, title: str) -> str:
     return svg.drawing(marks, bottom + _FOOT, title)
 
 
-def points(named: Sequence[Point], x: Scale, y: Scale, title: str, *, is_joined: bool) -> str:
-    """Draw points, joined by a line or not, with their names where they hide nothing."""
+def points(
+    named: Sequence[Point],
+    x: Scale,
+    y: Scale,
+    title: str,
+    *,
+    keys: Sequence[tuple[str, str]] = (),
+    is_joined: bool = False,
+) -> str:
+    """Draw points, joined by a line or not, with their names where they hide nothing.
+
+    ``keys`` are (text, class) of a legend below.
+    """
     top, bottom = 18.0, 258.0
     # Points at the end of an axis must not lie on its frame.
     x_axis = _scaled([p.x for p in named], x, _LEFT + 10, _RIGHT - 18)
@@ -143,7 +155,9 @@ def points(named: Sequence[Point], x: Scale, y: Scale, title: str, *, is_joined:
         taken += _along(places)
     marks += [svg.dot(a, b, p.css, 4) for (a, b), p in zip(places, named, strict=True)]
     frame = (_LEFT, top, WIDTH, bottom)
-    return svg.drawing([*marks, *_names(named, places, taken, frame)], bottom + _FOOT, title)
+    entries, height = svg.legend(keys, bottom + _FOOT + 4)
+    marks += [*_names(named, places, taken, frame), *entries]
+    return svg.drawing(marks, bottom + _FOOT + height + 4, title)
 
 
 def _along(places: Sequence[_Place]) -> list[_Box]:
@@ -159,13 +173,11 @@ def _names(
     for point, at in zip(named, places, strict=True):
         boxes = _choices(at, svg.text_width(point.label))
         inside = [box for box in boxes if _covers(frame, box)] or boxes
-        box = next((box for box in inside if _is_free(box, at, taken)), inside[0])
-        near = _nearest(box, at)
-        others = [_distance(_nearest(box, other), other) for other in places if other != at]
+        free = (box for box in inside if not any(_overlap(box, other) for other in taken))
+        box = next(free, inside[0])
         taken.append(box)
-        if _distance(near, at) > min([10, *others]):
-            marks.append(svg.line(*at, *near, "leader"))
-            taken += _along([at, near])
+        if _distance(_nearest(box, at), at) > _BESIDE:
+            marks.append(svg.line(*at, *_nearest(box, at), "leader"))
         marks.append(svg.words(box[0], box[3] - 2, point.label, f"name {point.css}"))
     return marks
 
@@ -173,18 +185,9 @@ def _names(
 def _choices(at: _Place, width: float) -> list[_Box]:
     """Return places for the name of a point, the nearest first."""
     a, b = at
-    sides = [a - width / 2, *(a + d for d in (7, 24, 48)), *(a - d - width for d in (7, 24, 48))]
-    boxes = [(x, b + 12 * n - 6, x + width, b + 12 * n + 6) for n in range(-12, 13) for x in sides]
+    sides = [a - width / 2, a + 6, a + 16, a - 6 - width, a - 16 - width]
+    boxes = [(x, b + 11 * n - 6, x + width, b + 11 * n + 6) for n in range(-12, 13) for x in sides]
     return sorted(boxes, key=lambda box: _distance(_nearest(box, at), at))
-
-
-def _is_free(box: _Box, at: _Place, taken: Sequence[_Box]) -> bool:
-    """Say whether a name hides nothing there, and the line to it crosses nothing."""
-    if any(_overlap(box, other) for other in taken):
-        return False
-    # What is around the point itself is not in the way.
-    way = [one for one in _along([at, _nearest(box, at)]) if _distance(at, one[:2]) > 8]
-    return not any(_overlap(one, other) for one in way for other in taken)
 
 
 def _nearest(box: _Box, at: _Place) -> _Place:

