@@ -109,8 +109,9 @@ def clock() -> Section:
                     "The clock (time.perf_counter) starts just before the call into the system and"
                     " is read when the first token is there and again when the whole answer is, the"
                     " device synchronised. Starting processes, loading models and turning token ids"
-                    " into text for systems that take text only are not in it; storing that delays"
-                    " the next answer is.",
+                    " into text for systems that take text only are not in it. Neither is what a"
+                    " system stores after it has delivered an answer: it may finish that before it"
+                    " is asked again. Systems that store first have it in their total.",
                     "Answers are greedy and of a fixed length. A ratio is of pairs: the same ask in"
                     " the same round, the system's time over the baseline's. Intervals are 95%"
                     " bootstrap intervals over pairs, and are left out below six pairs.",

@@ -9,11 +9,10 @@ from typing import Any
 
 import loop
 import torch
+from bare import DTYPES, FirstToken
 
 from kvboost import KVBoost
 from kvboost.core import Sampling
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Ours(loop.System):
@@ -39,14 +38,19 @@ class Ours(loop.System):
 
     def ask(self, tokens: list[int], num_new: int) -> loop.Answer:
         """Answer one prompt."""
+        clock = FirstToken()
         started = time.perf_counter()
         result = self._engine.generate(
-            tokens, max_new_tokens=num_new, eos_token_id=-1, do_sample=False
+            tokens,
+            max_new_tokens=num_new,
+            eos_token_id=-1,
+            do_sample=False,
+            stopping_criteria=[clock],
         )
-        total_s = time.perf_counter() - started
+        ended = time.perf_counter()
         return loop.Answer(
-            result.ttft_ms / 1e3,
-            total_s,
+            (clock.at or ended) - started,
+            ended - started,
             list(result.token_ids),
             result.cached_tokens,
             dict(result.stages_ms),
