@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,31 @@ def test_a_run_goes_on_where_it_was(stage: Stage) -> None:
     stage.log.clear()
     stage.script(settings(systems=("transformers",))).measure()
     assert stage.log == []
+
+
+def test_questions_that_broke_off_are_asked_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def rows(_: Script, questions: list[str]) -> Iterator[dict[str, Any]]:
+        asked.append(questions)
+        for question in questions:
+            yield {"question": question, "n": 1}
+            if question == "share" and len(asked) == 1:
+                raise KVBoostError("no memory")
+            yield {"question": question, "n": 2}
+
+    monkeypatch.setattr(Script, "_rows", rows)
+    made = stage.script(settings(questions=("length", "share", "hits")))
+    with pytest.raises(KVBoostError, match="no memory"):
+        made.ask_questions()
+    assert [row["question"] for row in stage.raw("question")] == ["length", "length"]
+    made.ask_questions()
+    assert asked[1] == ["share", "hits"]
+    assert len(stage.raw("question")) == 6
+    made.ask_questions()
+    assert len(asked) == 2
 
 
 def test_a_folder_keeps_to_its_settings(stage: Stage) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -66,14 +67,15 @@ class Script:
     def ask_questions(self) -> None:
         """What is asked of ours beside bare Transformers in one process."""
         lines = records.read(self._raw)
-        done = {line["question"] for line in lines if line["kind"] == "answered"}
-        with _bar(len(self._settings.questions), "questions") as bar:
-            for question in self._settings.questions:
+        done = {line["question"] for line in lines if line["kind"] == "question"}
+        left = [each for each in self._settings.questions if each not in done]
+        if not left:
+            return
+        with _bar(len(left), "questions") as bar:
+            rows = itertools.groupby(self._rows(left), key=lambda row: row["question"])
+            for question, told in rows:
                 bar.set_postfix_str(question)
-                if question not in done:
-                    rows = self._rows(question)
-                    told: list[Line] = [{"kind": "question", **row} for row in rows]
-                    records.append(self._raw, [*told, {"kind": "answered", "question": question}])
+                records.append(self._raw, [{"kind": "question", **row} for row in told])
                 bar.update()
 
     def judge(self) -> None:
@@ -129,7 +131,6 @@ class Script:
 
     def _start(self, systems: Sequence[System], stack: ExitStack) -> dict[str, WorkerProcess]:
         """Workers of the systems that can be had here; of the others is noted why not."""
-        (self._folder / "logs").mkdir(exist_ok=True)
         workers = {}
         with _bar(len(systems), "starting") as bar:
             for system in systems:
@@ -159,7 +160,7 @@ class Script:
             "max_tokens": MOST_TOKENS,
             "num_threads": os.cpu_count(),
         }
-        return WorkerProcess(system, python, given, self._folder / "logs" / f"{system.name}.log")
+        return WorkerProcess(system, python, given, self._log(system.name))
 
     def _try(
         self, workers: dict[str, WorkerProcess], name: str, work: Any, *arguments: Any
@@ -208,23 +209,27 @@ class Script:
             line[f"{metric}_ms"] = [round(1e3 * each[f"{metric}_s"], 2) for each in served]
         records.append(self._raw, [line])
 
-    def _rows(self, question: str) -> list[Line]:
+    def _rows(self, questions: list[str]) -> Iterator[Line]:
+        """Rows as they come, those of a question together."""
         settings = asdict(self._settings)
         shared = ("model", "dtype", "seed", "rounds", "is_quick")
-        task = {"questions": [question], **{name: settings[name] for name in shared}}
-        (self._folder / "logs").mkdir(exist_ok=True)
-        log = self._folder / "logs" / f"question-{question}.log"
-        with log.open("w") as errors:
-            done = subprocess.run(
-                [sys.executable, "-m", "kvboost.bench.questions.ask", json.dumps(task)],
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        if done.returncode != 0:
+        task = {"questions": questions, **{name: settings[name] for name in shared}}
+        log = self._log("questions")
+        command = [sys.executable, "-m", "kvboost.bench.questions.ask", json.dumps(task)]
+        with (
+            log.open("w") as errors,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as asked,
+        ):
+            assert asked.stdout is not None
+            yield from map(json.loads, asked.stdout)
+        if asked.returncode != 0:
             tail = log.read_text(errors="replace")[-2000:]
-            raise KVBoostError(f"the question {question!r} failed:\n{tail}")
-        return [json.loads(line) for line in done.stdout.splitlines()]
+            raise KVBoostError(f"the questions broke off:\n{tail}")
+
+    def _log(self, name: str) -> Path:
+        path = self._folder / "logs" / f"{name}.log"
+        path.parent.mkdir(exist_ok=True)
+        return path
 
     def _score(self, ask: Ask, answer: Sequence[int]) -> float | None:
         if not ask.fact:

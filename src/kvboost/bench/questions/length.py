@@ -15,7 +15,7 @@ from kvboost.bench.questions.subjects import (
     pick,
 )
 
-LENGTHS = (256, 512, 1024, 2048, 4096)
+LENGTHS = (256, 512, 1024, 2048)
 QUICK_LENGTHS = (256, 512)
 
 

@@ -18,7 +18,7 @@ from kvboost.bench.questions.subjects import (
 )
 
 BITS = (16, 8, 4)
-LENGTHS = (512, 2048)
+LENGTHS = (512, 1024)
 QUICK_LENGTHS = (512,)
 
 
