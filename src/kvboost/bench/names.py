@@ -20,5 +20,5 @@ QUICK_SYSTEMS = (
     "kvboost-auto",
     "kvboost-public",
     "vllm",
-    "llama-server",
 )
+QUICK_QUESTIONS = ("length", "share", "frontier")

@@ -124,7 +124,7 @@ class Script:
         return jobs
 
     def _traffic_left(self, done: dict[str, int]) -> list[System]:
-        if self._settings.data is None:
+        if self._settings.data is None or self._settings.is_quick:
             return []
         chosen = [SYSTEMS[name] for name in self._settings.systems if SYSTEMS[name].can_traffic]
         return [each for each in chosen if done[f"traffic {each.name}"] == 0]

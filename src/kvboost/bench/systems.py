@@ -42,6 +42,7 @@ class System:
 
 BARE = ("bare.py", OWN)
 INSIDE_VLLM = ("inside_vllm.py", "vllm")
+LLAMA: tuple[Any, ...] = ("llama", {}, 1)  # one round: it is slow where prompts are computed
 _ALL = (
     System("transformers", "Transformers, generate()", *BARE),
     System("transformers-again", "Transformers once more: the noise", *BARE),
@@ -73,8 +74,8 @@ _ALL = (
     System("vllm", "vLLM, prefix caching", *INSIDE_VLLM),
     System("vllm-kvboost", "vLLM with KVBoost's connector", *INSIDE_VLLM, {"beside": "kvboost"}),
     System("vllm-lmcache", "vLLM with LMCache", *INSIDE_VLLM, {"beside": "lmcache"}),
-    System("llama-cpp-python", "llama-cpp-python, 4 bits", "llama_cpp_python.py", "llama"),
-    System("llama-server", "llama-server with cache reuse, 4 bits", "llama_server.py", "llama"),
+    System("llama-cpp-python", "llama-cpp-python, 4 bits", "llama_cpp_python.py", *LLAMA),
+    System("llama-server", "llama-server with cache reuse, 4 bits", "llama_server.py", *LLAMA),
 )
 SYSTEMS = {system.name: system for system in _ALL}
 """All systems by name, in the order of tables."""

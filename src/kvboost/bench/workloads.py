@@ -14,7 +14,7 @@ Messages: TypeAlias = list[dict[str, str]]
 CAREFUL = "You are a careful assistant. Use the documents to answer in a few words."
 NUM_QUESTIONS = 3  # on what was read, after the first
 NUM_TURNS = 8
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 
 
 @dataclass(frozen=True)

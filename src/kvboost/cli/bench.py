@@ -9,7 +9,13 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvboost.bench.names import QUESTIONS, QUICK_SYSTEMS, QUICK_WORKLOADS, WORKLOADS
+from kvboost.bench.names import (
+    QUESTIONS,
+    QUICK_QUESTIONS,
+    QUICK_SYSTEMS,
+    QUICK_WORKLOADS,
+    WORKLOADS,
+)
 from kvboost.bench.systems import SYSTEMS
 from kvboost.errors import ConfigError
 
@@ -17,8 +23,8 @@ if TYPE_CHECKING:
     from kvboost.bench.settings import Settings
     from kvboost.cli.main import Commands
 
-ROUNDS, QUICK_ROUNDS = 3, 2
-NUM_TOKENS, QUICK_TOKENS = 850, 500  # of the shared part of a prompt
+ROUNDS, QUICK_ROUNDS = 2, 1
+NUM_TOKENS, QUICK_TOKENS = 600, 300  # of the shared part of a prompt
 
 
 def add_parser(commands: Commands) -> None:
@@ -58,9 +64,13 @@ def _add_run(parts: Commands) -> None:
         "--data", help="folder with conversation_trace.jsonl (Mooncake), for mixed traffic"
     )
     run.add_argument("--out", type=Path, default=Path("bench"), help="folder (default: bench)")
-    run.add_argument("--quick", action="store_true", help="few systems and workloads: minutes")
-    run.add_argument("--dtype", default="bf16", choices=["bf16", "fp16", "fp32"])
-    run.add_argument("--rounds", type=int, help=f"default: {ROUNDS}; quick: {QUICK_ROUNDS}")
+    run.add_argument(
+        "--quick", action="store_true", help="a part of it, in minutes: few systems, no traffic"
+    )
+    run.add_argument(
+        "--dtype", default="bf16", choices=["bf16", "fp16", "fp32"], help="default: bf16"
+    )
+    run.add_argument("--rounds", type=int, help=f"default: {ROUNDS}, quick: {QUICK_ROUNDS}")
     run.add_argument("--seed", type=int, default=0, help="of texts and orders (default: 0)")
     run.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {', '.join(SYSTEMS)}")
     run.add_argument("--workloads", nargs="+", metavar="NAME", help=f"of {', '.join(WORKLOADS)}")
@@ -101,7 +111,7 @@ def _settings(options: argparse.Namespace) -> Settings:
     from kvboost.bench.settings import Settings  # noqa: PLC0415
 
     systems, workloads = (QUICK_SYSTEMS, QUICK_WORKLOADS) if options.quick else (SYSTEMS, WORKLOADS)
-    questions = QUESTIONS if options.questions is None else options.questions
+    questions = QUICK_QUESTIONS if options.quick else QUESTIONS
     return Settings(
         model=options.model,
         gguf=options.gguf,
@@ -112,7 +122,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         num_tokens=QUICK_TOKENS if options.quick else NUM_TOKENS,
         systems=_known(options.systems or systems, SYSTEMS),
         workloads=_known(options.workloads or workloads, WORKLOADS),
-        questions=_known(questions, QUESTIONS),
+        questions=_known(questions if options.questions is None else options.questions, QUESTIONS),
         is_quick=options.quick,
     )
 
