@@ -137,10 +137,12 @@ class Script:
                 bar.set_postfix_str(system.name)
                 try:
                     worker = self._worker(system)
+                    stack.callback(worker.close)
+                    # What a first answer costs besides is not what is measured.
+                    worker.ask(self._sessions[0].asks[0].tokens, 2)
                 except KVBoostError as error:
                     self._note_absent(system, str(error))
                 else:
-                    stack.callback(worker.close)
                     workers[system.name] = worker
                     self._note(kind="system", system=system, versions=worker.versions)
                 bar.update()
