@@ -20,7 +20,7 @@ MAX_LINES = {
     "application": 3_700,
     "weights": 800,
     "connectors": 1_600,
-    "bench": 5_100,
+    "bench": 5_300,
 }
 
 

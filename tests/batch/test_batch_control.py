@@ -216,6 +216,8 @@ def test_more_prompts_than_places_are_answered_by_one_call(engine: KVBoost) -> N
     assert [r.token_ids for r in results] == [
         alone(p, 3)[: len(r.token_ids)] for p, r in zip(prompts, results, strict=True)
     ]
+    for result in results:
+        assert sum(result.stages_ms.values()) == pytest.approx(result.total_ms)
 
 
 def test_other_calls_do_not_starve_the_batch(engine: KVBoost) -> None:

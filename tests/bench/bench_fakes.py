@@ -54,7 +54,7 @@ class FakeWorker:
     def ask(self, tokens: Sequence[int], num_new: int) -> dict[str, Any]:
         self.num_asked += 1
         if self.fails_after is not None and self.num_asked > self.fails_after:
-            raise KVBoostError(f"{self.name} has ended\nits log")
+            raise KVBoostError(f"{self.name} has ended; its log ends with:\n/somewhere/else")
         self.log.append(f"{self.name} ask")
         ttft_s = self.ms_per_token * len(tokens) / 1e3
         return {

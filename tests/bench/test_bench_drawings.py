@@ -1,5 +1,6 @@
 import math
 import re
+from xml.etree import ElementTree
 
 import pytest
 
@@ -28,6 +29,19 @@ def test_log_axis_has_equal_steps_for_equal_ratios():
 
 def test_close_values_get_a_linear_axis():
     assert not axes.fitted((0.97, 1.03), 0, 100, is_log=True).is_log
+
+
+@pytest.mark.parametrize(("high", "is_said"), [(10.0, True), (1.03, False)])
+def test_log_scale_is_said_where_it_is_one(high, is_said):
+    rows = [plots.Bar(str(value), "ours", value, None, None, "") for value in (1.0, high)]
+    drawn = plots.bars(rows, plots.Scale("ms", is_log=True), "title")
+    assert ("ms (log scale)" in drawn) == is_said
+
+
+def test_a_class_from_data_is_escaped():
+    row = plots.Stack("row", (('stage-"x', 1.0),), "1")
+    drawn = plots.stacks([row], [('"x', 'stage-"x')], plots.Scale("ms", from_zero=True), "title")
+    ElementTree.fromstring(drawn)
 
 
 def test_names_of_points_do_not_overlap():

@@ -48,8 +48,11 @@ def test_ours_run_with_this_python_and_vllm_with_a_named_one(
 ) -> None:
     assert python_of(OWN) == Path(sys.executable)
     assert python_of("vllm") is None
-    monkeypatch.setenv("KVBOOST_BENCH_VLLM_PYTHON", "/some/python")
-    assert python_of("vllm") == Path("/some/python")
+    monkeypatch.setenv("KVBOOST_BENCH_VLLM_PYTHON", sys.executable)
+    assert python_of("vllm") == Path(sys.executable)
+    monkeypatch.setenv("KVBOOST_BENCH_VLLM_PYTHON", "/no/python")
+    with pytest.raises(ConfigError, match="names no Python"):
+        python_of("vllm")
     assert python_of("public") is None
 
 

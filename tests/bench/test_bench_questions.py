@@ -22,7 +22,7 @@ from kvboost.bench.questions.hits import (
     replay,
     stored_bytes,
 )
-from kvboost.bench.questions.memory import break_even
+from kvboost.bench.questions.memory import First, break_even
 from kvboost.bench.questions.share import prompts
 from kvboost.bench.questions.subjects import (
     Pair,
@@ -33,6 +33,7 @@ from kvboost.bench.questions.subjects import (
     middle,
     pick,
     share_same,
+    shuffled,
 )
 from kvboost.errors import ConfigError
 
@@ -119,6 +120,20 @@ def test_text_is_dealt_once_and_in_another_order_for_each_seed() -> None:
     assert first == list(dealt(pages, 0))
 
 
+def test_a_seed_chooses_an_order_and_all_orders_come() -> None:
+    orders = [tuple(shuffled([None, 1, 2], seed)) for seed in range(60)]
+    assert orders == [tuple(shuffled([None, 1, 2], seed)) for seed in range(60)]
+    assert len(set(orders)) == 6
+
+
+def test_who_is_asked_first_is_drawn_and_then_changes_by_turns() -> None:
+    subject = Subject("none", is_quick=True)
+    firsts = [subject.is_ours_first(0, tokens, "warm") for tokens in range(100)]
+    assert 25 < sum(firsts) < 75
+    assert firsts == [subject.is_ours_first(2, tokens, "warm") for tokens in range(100)]
+    assert firsts == [not subject.is_ours_first(1, tokens, "warm") for tokens in range(100)]
+
+
 @pytest.mark.parametrize("num_tokens", [256, 513])
 def test_documents_of_a_second_prompt_all_stand_elsewhere(num_tokens: int) -> None:
     first, second = layouts(iter(range(10**4)), num_tokens)
@@ -163,8 +178,11 @@ def test_rounds_are_joined_by_medians_of_times_and_of_their_ratios() -> None:
 
 
 def test_storing_has_paid_once_it_saved_what_it_took() -> None:
-    assert break_even(store_ms=50.0, prefill_ms=120.0, warm_ms=20.0) == 0.5
-    assert break_even(store_ms=50.0, prefill_ms=20.0, warm_ms=20.0) is None
+    first = First(prefill_ms=110.0, store_ms=50.0, bytes_per_token=1.0)
+    dear, useless = replace(first, store_ms=400.0), replace(first, prefill_ms=10.0)
+    assert break_even([(first, PAIR)]) == 0.5
+    assert break_even([(first, PAIR), (dear, PAIR), (useless, PAIR)]) == 4.0
+    assert break_even([(useless, PAIR)]) is None
 
 
 def test_answers_agree_by_the_token() -> None:
@@ -183,7 +201,7 @@ def test_a_process_answers_in_rows_alone(smol: str) -> None:
     assert {row["phase"] for row in shares} == {"warm", "moved"}
     for row in shares:
         assert row["ratio"] == pytest.approx(row["ours_ms"] / row["bare_ms"], rel=0.02)
-        assert row["cached_share"] <= row["share"]
+        assert row["cached_share"] <= row["share"] + 0.01
         if row["phase"] == "warm":  # exact, so in fp32 the answers are the same
             assert row["top1"] == 1.0
             assert row["cached_share"] == pytest.approx(row["share"], abs=0.01)

@@ -10,6 +10,7 @@ from kvboost.bench.results import results
 from kvboost.bench.statistics import compare
 
 RUN = {"kind": "run", "model": "m", "dtype": "bf16", "seed": 0, "machine": {}, "commit": "c"}
+RUN |= {"seconds": 10}
 
 
 def answer(system: str, ttft_ms: float, **changed: Any) -> dict[str, Any]:
@@ -74,6 +75,17 @@ def test_all_are_compared_with_generate_and_ours_with_each_other_system() -> Non
         ("kvboost-exact", "vllm-kvboost"),
         ("vllm-kvboost", "vllm"),
     }
+
+
+def test_a_system_that_broke_off_is_not_pooled() -> None:
+    raw = [
+        RUN,
+        answer("transformers", 10.0),
+        answer("transformers", 10.0, workload="agent"),
+        answer("vllm", 10.0),
+    ]
+    workloads = [line["workload"] for line in results(raw) if line["kind"] == "measure"]
+    assert set(workloads) == {"code"}
 
 
 def test_quality_stands_beside_speed_and_belongs_to_its_own_answer() -> None:

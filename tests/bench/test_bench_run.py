@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from bench.bench_fakes import FakeJudge, FakeWorker, WordTokenizer, settings
 from kvboost.bench import names, records, script
 from kvboost.bench.questions.ask import QUESTIONS
+from kvboost.bench.results import results
 from kvboost.bench.run import RESULTS, conclude
 from kvboost.bench.script import RAW, Script
 from kvboost.bench.settings import Settings, check_same
@@ -54,6 +56,7 @@ def test_names_that_can_be_chosen_are_those_that_there_are() -> None:
     assert tuple(QUESTIONS) == names.QUESTIONS
     assert set(names.QUICK_SYSTEMS) < set(SYSTEMS)
     assert set(names.QUICK_WORKLOADS) < set(WORKLOADS)
+    assert set(names.QUICK_QUESTIONS) < set(QUESTIONS)
 
 
 def test_every_system_holds_every_session_in_every_round(stage: Stage) -> None:
@@ -101,11 +104,12 @@ def test_a_run_goes_on_where_it_was(stage: Stage) -> None:
     raw = stage.folder / RAW
     text = raw.read_text()
     lines = text.splitlines(keepends=True)
-    raw.write_text("".join(lines[:-5]) + lines[-5][:30])  # stopped while the last was written
+    raw.write_text("".join(lines[:-3]) + lines[-3][:30])  # stopped in the middle of a session
     stage.log.clear()
     stage.script(settings(systems=("transformers",))).measure()
     assert stage.log.count("transformers forget") == 1
-    assert len(stage.raw("answer")) == 18
+    keys = [(line["workload"], line["round"], line["ask"]) for line in stage.raw("answer")]
+    assert len(set(keys)) == 18
     stage.log.clear()
     stage.script(settings(systems=("transformers",))).measure()
     assert stage.log == []
@@ -146,9 +150,11 @@ def test_a_folder_keeps_to_its_settings(stage: Stage) -> None:
 def test_what_is_written_names_no_folder_of_the_machine(stage: Stage) -> None:
     chosen = settings(data="/somewhere/data", gguf="/somewhere/m.gguf", questions=())
     check_same(chosen, stage.folder)
-    made = Script(chosen, stage.folder, WordTokenizer())
-    made.note_time(3.0)
-    written = "".join(path.read_text() for path in stage.folder.iterdir())
+    stage.fails_after["kvboost-exact"] = 1
+    made = Script(replace(chosen, data=None), stage.folder, WordTokenizer())
+    made.measure()
+    made.note_part(3.0)
+    written = "".join(path.read_text() for path in stage.folder.iterdir() if path.is_file())
     assert "somewhere" not in written
     assert "m.gguf" in written
 
@@ -168,15 +174,17 @@ def test_a_right_fact_scores(stage: Stage) -> None:
     made.judge()
     scores = {line["workload"]: line["score"] for line in stage.raw("judged")}
     assert scores == {"system-prompt": 0.0, "multi-turn": None}
+    asked = made._sessions[0].asks[0]
+    assert made._score(asked, asked.tokens) == 1.0  # the prompt has the fact in it
 
 
 def test_results_are_concluded_from_what_is_there(stage: Stage) -> None:
-    with pytest.raises(KVBoostError, match="no run has ended there"):
+    with pytest.raises(KVBoostError, match="there is no run"):
         conclude(stage.folder)
     made = stage.script(settings())
     made.measure()
     made.judge()
-    made.note_time(12.0)
+    made.note_part(12.0)
     page, summary = conclude(stage.folder)
     assert "KVBoost, exact" in page.read_text() and summary.exists()
     lines = [json.loads(line) for line in (stage.folder / RESULTS).read_text().splitlines()]
@@ -192,7 +200,29 @@ def test_results_are_concluded_from_what_is_there(stage: Stage) -> None:
 
 def test_times_of_parts_add_up(stage: Stage) -> None:
     made = stage.script(settings())
-    made.note_time(10.0)
-    made.note_time(5.0)
-    (run,) = stage.raw("run")
+    made.note_part(10.0)
+    made.note_part(5.0)
+    (run,) = [line for line in results(stage.raw("run")) if line["kind"] == "run"]
     assert run["seconds"] == 15
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"num_cached": 7}, "7 tokens were cached before a session"),
+        ({"tokens": [1, 2]}, "2 tokens instead of 8"),
+    ],
+)
+def test_a_cold_prompt_is_cold_and_answers_have_their_length(
+    wrong: dict[str, Any], why: str, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = FakeWorker.ask
+    monkeypatch.setattr(FakeWorker, "ask", lambda *arguments: ask(*arguments) | wrong)
+    stage.script(settings(systems=("transformers",))).measure()
+    assert stage.raw("answer") == []
+    assert stage.raw("absent")[-1]["why"] == why
+
+
+def test_traffic_that_is_missing_is_told_before_anything_runs(stage: Stage) -> None:
+    with pytest.raises(ConfigError, match="has no conversation_trace"):
+        stage.script(settings(data=str(stage.folder)))

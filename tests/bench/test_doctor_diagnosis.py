@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +26,10 @@ from kvboost.bench.doctor.facts import (
 )
 from kvboost.bench.doctor.page import pays_from, print_json, print_page
 from kvboost.config import MIB, make_options
+from kvboost.server.options import add_flags, read_options
 
 GIB = 2**30
-NO_VARIABLES = {"load": 0.1, "wait_policy": None}
+QUIET = {"load": 0.1, "wait_policy": None, "num_machine_cores": 4}
 
 
 def reading(num_tokens: int, moved: float, exact: float = 0.3) -> Reading:
@@ -44,7 +48,7 @@ def reading(num_tokens: int, moved: float, exact: float = 0.3) -> Reading:
 @pytest.fixture
 def visit() -> Visit:
     return Visit(
-        machine=Machine("cpu", 4, 4, available_bytes=10 * GIB, **NO_VARIABLES),
+        machine=Machine("cpu", 4, 4, available_bytes=10 * GIB, **QUIET),
         model=ModelFacts(
             name="LlamaForCausalLM (llama)",
             dtype="bfloat16",
@@ -52,7 +56,6 @@ def visit() -> Visit:
             certify_s=2.0,
             bytes_per_token=20_000,
             int8_bytes_per_token=10_600,
-            int8_decode_ms=0.01,
         ),
         readings=(reading(64, 1.4, 0.6), reading(128, 1.2), reading(256, 0.8), reading(512, 0.4)),
         decode_ms=(20.0, 21.0, 22.0),
@@ -80,6 +83,7 @@ def level_of(visit: Visit, part: str) -> str | None:
         ([(64, 0.9), (128, 1.1), (256, 0.9)], 192),  # a lucky short one does not count
         ([(64, 1.5), (128, 1.0)], None),
         ([(64, 0.5), (128, 1.0)], None),
+        ([(64, 1.0), (128, 0.5)], 128),  # the engine computed: where it would pay is not known
         ([], None),
     ],
 )
@@ -93,6 +97,12 @@ def test_break_even_goes_by_pairs_of_a_round(visit: Visit) -> None:
     assert pays_from(visit) == {"exact": 64, "moved": 192}
     assert level_of(visit, "moved text pays from 192 tokens; 512 tokens take 40%") == "good"
     assert level_of(visit, "pays from 64 tokens at the latest") == "good"
+
+
+def test_at_the_latest_is_said_only_if_all_lengths_pay(visit: Visit) -> None:
+    almost = (reading(64, 1.0001), *visit.readings[2:])
+    assert pays_from(replace(visit, readings=almost))["moved"] == 64
+    assert level_of(replace(visit, readings=almost), "moved text pays from 64 tokens;") == "good"
 
 
 def test_moved_text_that_the_engine_computed_does_not_pay(visit: Visit) -> None:
@@ -114,6 +124,11 @@ def test_a_busy_machine_is_warned_about(visit: Visit, load: float | None, level:
     visit = replace(visit, machine=replace(visit.machine, load=load))
     assert level_of(visit, "the machine is busy") == level
     assert value_of(visit, "OMP_WAIT_POLICY") == ("PASSIVE" if level else None)
+
+
+def test_the_load_is_that_of_the_whole_machine(visit: Visit) -> None:
+    part = replace(visit.machine, load=2.1, num_machine_cores=64)
+    assert level_of(replace(visit, machine=part), "the machine is busy") is None
 
 
 def test_what_is_set_already_is_not_advised(visit: Visit) -> None:
@@ -149,10 +164,10 @@ def test_too_few_rounds_are_warned_about(visit: Visit) -> None:
     assert level_of(replace(visit, decode_ms=(20.0,)), "time for 1 of 3 rounds") == "warning"
 
 
-def test_quality_that_was_not_measured_is_told(visit: Visit) -> None:
+def test_moved_text_is_not_advised_where_its_quality_was_not_measured(visit: Visit) -> None:
     (unknown,) = (e for e in settings(replace(visit, quality=None)) if e.name == "reuse")
-    assert (unknown.value, "how much was not measured" in unknown.why) == ("auto", True)
-    assert "not measured" not in settings(visit)[0].why
+    assert unknown.value == "exact"
+    assert "was not measured; give more --seconds" in unknown.why
 
 
 def test_reuse_follows_speed_quality_and_certification(visit: Visit) -> None:
@@ -160,8 +175,8 @@ def test_reuse_follows_speed_quality_and_certification(visit: Visit) -> None:
     bad = MovedQuality(mean_kl=0.2, top1_ratio=0.8)
     assert value_of(replace(visit, quality=bad), "reuse") == "exact"
     assert level_of(replace(visit, quality=bad), "0.200 nats") == "note"
-    slow = tuple(reading(each.num_tokens, 0.9) for each in visit.readings)
-    assert value_of(replace(visit, readings=slow), "reuse") == "exact"
+    lucky = (reading(64, 0.4), *(reading(each.num_tokens, 0.9) for each in visit.readings[1:]))
+    assert value_of(replace(visit, readings=lucky), "reuse") == "exact"
     fixed = replace(visit, model=replace(visit.model, move_refusal="no rotation explains it"))
     assert value_of(fixed, "reuse") == "exact"
     assert level_of(fixed, "no rotation explains it") == "note"
@@ -173,16 +188,16 @@ def test_memory_leaves_room_and_says_what_it_holds(visit: Visit) -> None:
     assert f"{4 * GIB // 20_000} tokens" in why
     assert value_of(visit, "kv_cache_bits") == 16
     little = replace(visit, machine=replace(visit.machine, available_bytes=100 * MIB))
-    assert value_of(little, "max_cache_bytes") == 256 * MIB
-    assert value_of(little, "kv_cache_bits") == 8
+    assert value_of(little, "max_cache_bytes") == 40 * MIB
+    assert value_of(little, "kv_cache_bits") == 16
     unknown = replace(visit, machine=replace(visit.machine, available_bytes=None))
     assert value_of(unknown, "max_cache_bytes") == 2 * GIB
 
 
-def test_eight_bits_that_are_slow_to_read_are_not_advised(visit: Visit) -> None:
-    little = replace(visit.machine, available_bytes=100 * MIB)
-    slow = replace(visit.model, int8_decode_ms=0.5)
-    assert value_of(replace(visit, machine=little, model=slow), "kv_cache_bits") == 16
+def test_a_gpu_has_its_cache_in_host_memory(visit: Visit) -> None:
+    assert "host memory" not in str(settings(visit))
+    far = replace(visit.machine, device="cuda")
+    assert "40% of 10.0 GiB of host memory" in str(settings(replace(visit, machine=far)))
 
 
 def test_a_disk_is_advised_where_loading_beats_computing(visit: Visit) -> None:
@@ -205,6 +220,16 @@ def test_a_tier_that_needs_longer_than_the_deadline_gets_another_one(visit: Visi
     assert value_of(visit, "cache_url", redis="redis://h") == "redis://h"
     load_ms = 20 + 1e3 * 4096 * 20_000 / 1e8
     assert value_of(visit, "tier_deadline_ms", redis="redis://h") == round(2 * load_ms)
+    said = "4096 tokens take 839 ms to load; after the default 500 ms they would count as missing"
+    assert said in str(settings(visit, redis="redis://h"))
+
+
+def test_a_password_is_left_out_and_that_is_told(visit: Visit) -> None:
+    visit = replace(visit, tiers=(*visit.tiers, TierSpeed("redis", 1e9, 1e9)))
+    secret = settings(visit, redis="redis://:secret@h:1?ttl_s=9")
+    assert "secret" not in str(secret)
+    assert [each.value for each in secret if "left out" in each.why] == ["redis://h:1"]
+    assert "left out" not in str(settings(visit, redis="redis://h:1"))
 
 
 def test_a_tier_that_fails_is_a_warning_and_no_advice(visit: Visit) -> None:
@@ -219,8 +244,10 @@ def test_a_tier_that_fails_is_a_warning_and_no_advice(visit: Visit) -> None:
 def test_weights_are_rearranged_if_that_was_faster(
     visit: Visit, packed_ms: float, expected: bool | None
 ) -> None:
-    packing = Packing(plain_ms=100.0, packed_ms=packed_ms, num_sequences=16)
-    assert value_of(replace(visit, packing=packing), "prepack_weights") is expected
+    packing = Packing(100.0, packed_ms, num_sequences=16, weight_bytes=5 * GIB)
+    visit = replace(visit, packing=packing)
+    assert value_of(visit, "prepack_weights") is expected
+    assert value_of(visit, "max_cache_bytes") == (2 if expected else 4) * GIB
 
 
 @pytest.fixture
@@ -231,7 +258,7 @@ def full_visit(visit: Visit) -> Visit:
         visit,
         machine=replace(visit.machine, load=9.0, num_threads=8),
         tiers=(*visit.tiers, disk, replace(disk, name="redis", free_bytes=None)),
-        packing=Packing(100.0, 50.0, 16),
+        packing=Packing(100.0, 50.0, 16, weight_bytes=MIB),
     )
 
 
@@ -248,6 +275,7 @@ def test_json_has_it_all(full_visit: Visit, capsys: pytest.CaptureFixture[str]) 
     page = json.loads(capsys.readouterr().out)
     assert page["is_certified"] is True
     assert page["pays_from_tokens"] == pays_from(full_visit)
+    assert page["is_preliminary"] is True  # others use the cores
     assert len(page["measured"]["readings"]) == 4
     assert [each["name"] for each in page["settings"]] == [each.name for each in advised]
 
@@ -272,10 +300,46 @@ def test_the_page_is_the_same_with_and_without_rich(
         assert each.text in shown
     for each in advised:
         assert each.why in shown
-    flags = "--dtype bfloat16 --reuse auto --max-cache-bytes 4096MiB --kv-cache-bits 16"
+    assert "Recommended, preliminary" in shown
+    flags = "--dtype bfloat16 --reuse auto --max-cache-bytes 3840MiB --kv-cache-bits 16"
     variables = "OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=4"
     assert f"{variables} kvboost serve --model 'my model' {flags}" in shown
     assert shown.rstrip().endswith("--prepack-weights")
+
+
+def test_advice_is_preliminary_where_times_mean_little(
+    visit: Visit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    for each in (visit, replace(visit, decode_ms=(20.0,))):
+        print_page({"model": "m"}, each, [], settings(each))
+        assert ("preliminary" in capsys.readouterr().out) is (each is not visit)
+
+
+def test_the_server_takes_the_line_that_is_printed(
+    full_visit: Visit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    advised = settings(full_visit, "/my cache", "redis://h")
+    print_page({"model": "my model", "dtype": "bfloat16"}, full_visit, [], advised)
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    given = vars(parser.parse_args(words[words.index("serve") + 1 :]))
+    server, options = read_options(given, {})
+    assert (server.model, server.dtype) == ("my model", "bfloat16")
+    expected = {each.name: each.value for each in advised if not each.is_variable}
+    assert options == make_options(expected)
+
+
+def test_cores_of_a_container_are_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    assert machine.num_cores(tmp_path) == 8
+    for limit, expected in {"max 100000": 8, "150000 100000": 2, "990000 100000": 8}.items():
+        (tmp_path / "cpu.max").write_text(f"{limit}\n")
+        assert machine.num_cores(tmp_path) == expected
 
 
 def test_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:

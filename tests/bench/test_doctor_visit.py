@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import kvboost.bench.doctor.visit
 from fakes import byte_tokenizer
 from kvboost.bench.doctor import tier_speed
-from kvboost.bench.doctor.rounds import LENGTHS, fitting_lengths
+from kvboost.bench.doctor.quality import moved_quality, prompts
+from kvboost.bench.doctor.rounds import LENGTHS, Rounds, fitting_lengths
+from kvboost.build import build as build_parts
 from kvboost.cli import main as cli
 from kvboost.config import make_options
 from kvboost.core import KVGeometry, PlaneGroup
+from kvboost.errors import ConfigError
+from kvboost.models import certify
+from kvboost.models.certify import Rotations
+from kvboost.models.hf import HFModel
+from kvboost.policy.cost import Work
 from kvboost.tiers.redis import RedisTier
 from servers import free_port, redis_server
 from tiny_models import REFUSED, build, save
@@ -46,7 +53,6 @@ def check(page: dict[str, Any], disk: Path) -> None:
     for tier in measured["tiers"]:
         assert not tier["problem"]
         assert min(tier["put_bytes_per_s"], tier["get_bytes_per_s"]) > 0
-    assert list(disk.iterdir()) == []  # it takes away what it brought
     check_conclusions(page, str(disk))
 
 
@@ -71,6 +77,7 @@ def test_a_real_model(smol: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     arguments = ["--model", smol, "--dtype", "bfloat16", "--seconds", "6"]
     page = run(capsys, *arguments, "--disk-dir", str(tmp_path))
     check(page, tmp_path)
+    assert list(tmp_path.iterdir()) == []  # it takes away what it brought
     assert page["measured"]["model"]["bytes_per_token"] == 30 * 2 * 3 * 64 * 2
     assert page["measured"]["model"]["dtype"] == "bfloat16"
 
@@ -81,7 +88,43 @@ def test_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     model = save(tmp_path / "model")
     page = run(capsys, "--model", model, "--seconds", "3", "--disk-dir", str(disk))
     check(page, disk)
+    assert [str(each) for each in tmp_path.iterdir()] == [model]  # nor does a folder stay
     assert page["measured"]["model"]["move_refusal"] == ""
+
+
+@pytest.mark.tiny
+def test_quality_is_measured_also_where_moved_text_does_not_pay() -> None:
+    hosted = HFModel(build("llama", {}))
+    parts = build_parts(make_options({"num_blocks": 1}), hosted, frozenset())
+    tokenizer = byte_tokenizer()
+    num_tokens = len(prompts(tokenizer)[-1])
+    full, moved = Work.of(num_tokens, num_tokens, 0), Work.of(num_tokens, 200, num_tokens - 200)
+    for _ in range(8):
+        parts.cost.observe(full, 1.0)
+        parts.cost.observe(moved, 1e3)
+    assert not parts.cost.pays(moved, full, 1.0)
+    quality = moved_quality(parts, tokenizer)
+    hosted.release()
+    assert quality is not None
+    assert quality.mean_kl > 0
+    assert 0 <= quality.top1_ratio <= 1
+
+
+@pytest.mark.tiny
+def test_only_a_rotation_that_is_not_found_is_a_refusal_to_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_rotation = Rotations(refusal="no rotation explains it")
+    monkeypatch.setattr(certify, "measure_rotations", lambda *_: no_rotation)
+    page = run(capsys, "--model", save(tmp_path / "model"), "--seconds", "1")
+    assert page["measured"]["model"]["move_refusal"] == "no rotation explains it"
+    assert page["measured"]["quality"] is None
+    assert page["settings"][0]["value"] == "exact"
+
+
+def test_a_model_that_reads_too_little() -> None:
+    with pytest.raises(ConfigError, match="reads 100 tokens at most"):
+        Rounds(cast("Any", None), byte_tokenizer(), longest=100)
 
 
 @pytest.mark.tiny

@@ -55,9 +55,11 @@ def python_of(environment: str) -> Path | None:
         return Path(sys.executable)
     named = os.environ.get(NAMED.get(environment, ""), "")
     if named:
+        if not Path(named).is_file():
+            raise ConfigError(f"{NAMED[environment]} names no Python: {named}")
         return Path(named)
     folder = base() / _recipe_name(environment)
-    return _python(folder) if (folder / MARKER).exists() else None
+    return _python(folder) if _is_made(folder, RECIPES[environment]) else None
 
 
 def make(environment: str) -> Path:
@@ -69,15 +71,19 @@ def make(environment: str) -> Path:
     """
     recipe = RECIPES[_recipe_name(environment)]
     folder = base() / environment
-    marker = folder / MARKER
-    if not marker.exists():
-        venv.create(folder / "venv", with_pip=True)
+    if not _is_made(folder, recipe):
+        venv.create(folder / "venv", with_pip=True, symlinks=True)
         for arguments in recipe.pip:
             run([str(_python(folder)), "-m", "pip", *arguments.split()])
         if recipe.build is not None:
             recipe.build(folder)
-        marker.write_text(json.dumps({"pip": recipe.pip}))
+        (folder / MARKER).write_text(json.dumps(recipe.pip))
     return _python(folder)
+
+
+def _is_made(folder: Path, recipe: Recipe) -> bool:
+    marker = folder / MARKER
+    return marker.exists() and json.loads(marker.read_text()) == list(recipe.pip)
 
 
 def run(command: list[str], **variables: str) -> None:

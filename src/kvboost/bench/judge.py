@@ -28,8 +28,6 @@ class Judge:
     def verdict(self, prompt: Sequence[int], answer: Sequence[int]) -> Verdict:
         """What it thinks of an answer."""
         torch = self._torch
-        if not answer:
-            return Verdict(0.0, 0.0)
         tokens = torch.tensor([[*prompt, *answer]])
         with torch.inference_mode():
             output = self._model(tokens, logits_to_keep=len(answer) + 1, use_cache=False)

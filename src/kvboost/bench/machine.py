@@ -29,10 +29,10 @@ def cpu() -> str:
 
 
 def commit() -> str:
-    """The commit of the sources that run; empty where they are installed without history."""
+    """The commit of the sources that run, "-dirty" if they were changed; empty without history."""
     try:
         done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
+            ["git", "describe", "--always", "--dirty", "--exclude=*"],
             cwd=Path(__file__).parent,
             capture_output=True,
             text=True,

@@ -19,7 +19,7 @@ def read(path: Path) -> list[Line]:
 
 
 def append(path: Path, lines: Iterable[Line]) -> None:
-    """Add lines at once: after a stop all of them are there, or none is whole."""
+    """Add lines. What a stop leaves of a line is not read, and is cut off before the next."""
     _cut_torn_line(path)
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(json.dumps(line) + "\n" for line in lines))

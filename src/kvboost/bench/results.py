@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from kvboost.bench.records import Line
-from kvboost.bench.report.names import BASELINE, POOLED
+from kvboost.bench.report.names import BASELINE, COMPARED_WITH_ALL, POOLED
 from kvboost.bench.statistics import compare
 
-SPEAKERS = ("kvboost-exact", "kvboost-auto")  # compared with every other system
 CONNECTED = ("vllm-kvboost", "vllm")
 METRICS = ("ttft", "total")
 ABOUT = ("model", "dtype", "seed", "machine", "commit")
@@ -23,7 +22,7 @@ TRAFFIC_QUANTILES = (50, 95)
 
 def results(raw: Sequence[Line]) -> list[Line]:
     """The lines of results.jsonl; `raw` are those of raw.jsonl."""
-    run = next(line for line in raw if line["kind"] == "run")
+    run = _whole([line for line in raw if line["kind"] == "run"])
     verdicts = {
         (line["workload"], line["ask"], tuple(line["answer"])): line
         for line in raw
@@ -37,6 +36,13 @@ def results(raw: Sequence[Line]) -> list[Line]:
     ]
     questions = [line for line in raw if line["kind"] == "question"]
     return [run, *_systems(raw), *questions, *measured, *_stages(answers), *_traffic(raw)]
+
+
+def _whole(parts: list[Line]) -> Line:
+    """A run of all its parts: one, unless it was stopped."""
+    commits = dict.fromkeys(part["commit"] for part in parts)
+    seconds = sum(part["seconds"] for part in parts)
+    return parts[-1] | {"seconds": seconds, "commit": " and ".join(commits)}
 
 
 def _systems(raw: Sequence[Line]) -> list[Line]:
@@ -66,15 +72,21 @@ def _measures(answers: list[Line]) -> Iterator[Line]:
                 for pair in shared
                 if pair[0]["phase"] == phase and workload in (POOLED, pair[0]["workload"])
             ]
-            if pairs:
+            # A system that broke off is not pooled: it was not asked what the others were.
+            all_of_phase = {name for name, each in groups if each == phase and name != POOLED}
+            if pairs and (workload != POOLED or _workloads(pairs) == all_of_phase):
                 yield from _compared(workload, phase, system, baseline, pairs)
+
+
+def _workloads(pairs: list[tuple[Line, Line]]) -> set[str]:
+    return {ours["workload"] for ours, _ in pairs}
 
 
 def _couples(systems: list[str]) -> Iterator[tuple[str, str]]:
     for system in systems:
         if system != BASELINE and BASELINE in systems:
             yield system, BASELINE
-    for ours in SPEAKERS:
+    for ours in COMPARED_WITH_ALL:
         if ours in systems:
             yield from ((ours, other) for other in systems if other not in (ours, BASELINE))
     if {*CONNECTED} <= {*systems}:

@@ -23,10 +23,12 @@ def run(settings: Settings, folder: Path) -> None:
     check_same(settings, folder)
     started = time.monotonic()
     script = Script(settings, folder, AutoTokenizer.from_pretrained(settings.model))
-    script.measure()
-    script.ask_questions()
-    script.judge()
-    script.note_time(time.monotonic() - started)
+    try:
+        script.measure()
+        script.judge()
+        script.ask_questions()
+    finally:
+        script.note_part(time.monotonic() - started)
     conclude(folder)
 
 
@@ -34,6 +36,6 @@ def conclude(folder: Path) -> tuple[Path, Path]:
     """Results and report of what a folder has; returns the page and the Markdown."""
     raw = records.read(folder / RAW)
     if not any(line["kind"] == "run" for line in raw):
-        raise KVBoostError(f"{folder}: no run has ended there; `kvboost bench run --out {folder}`")
+        raise KVBoostError(f"{folder}: there is no run; `kvboost bench run --out {folder}`")
     records.write(folder / RESULTS, results(raw))
     return write_report(folder)

@@ -41,22 +41,25 @@ class Script:
         self._settings, self._folder, self._tokenizer = settings, folder, tokenizer
         self._raw = folder / RAW
         self._sessions = sessions(tokenizer, settings.workloads, settings.seed, settings.num_tokens)
+        self._traffic = self._requests()
 
     def measure(self) -> None:
         """Every session of every system, in rounds and in an order drawn by chance; traffic."""
         done = _counted(records.read(self._raw))
-        jobs = [job for job in self._jobs() if done[job_key(*job)] == 0]
+        jobs = [job for job in self._jobs() if done[job_key(*job)] < len(job[0].asks)]
         wanted = self._traffic_left(done)
         names = {system.name for _, _, system in jobs} | {system.name for system in wanted}
         if not names:
             return
         with ExitStack() as stack:
-            workers = self._start([SYSTEMS[name] for name in SYSTEMS if name in names], stack)
+            workers: dict[str, WorkerProcess] = {}
+            stack.callback(lambda: [worker.close() for worker in workers.values()])
+            self._start([SYSTEMS[name] for name in SYSTEMS if name in names], workers)
             bar = stack.enter_context(_bar(len(jobs) + len(wanted), "measuring"))
             for session, round_number, system in jobs:
                 bar.set_postfix_str(f"{session.workload} {system.name}")
                 if system.name in workers:
-                    self._try(workers, system.name, self._hold, session, round_number)
+                    self._try(workers, system.name, self._hold_session, session, round_number)
                 bar.update()
             for system in wanted:
                 bar.set_postfix_str(f"traffic {system.name}")
@@ -98,16 +101,13 @@ class Script:
                 records.append(self._raw, [{"kind": "judged", **judged}])
                 bar.update()
 
-    def note_time(self, seconds: float) -> None:
-        """What was run where; the time of all parts of a run that was resumed is added up."""
-        lines = records.read(self._raw)
-        before = sum(line["seconds"] for line in lines if line["kind"] == "run")
+    def note_part(self, seconds: float) -> None:
+        """What ran where, and how long; a run that was stopped has several parts."""
         settings = self._settings.shown()
         about = {name: settings[name] for name in ("model", "dtype", "seed", "rounds", "is_quick")}
-        about |= {"seconds": round(before + seconds), "date": time.strftime("%Y-%m-%d")}
+        about |= {"seconds": round(seconds), "date": time.strftime("%Y-%m-%d")}
         about |= {"commit": commit(), "machine": machine(), "settings": settings}
-        kept = [line for line in lines if line["kind"] != "run"]
-        records.write(self._raw, [{"kind": "run", **about}, *kept])
+        records.append(self._raw, [{"kind": "run", **about}])
 
     def _jobs(self) -> list[tuple[Session, int, System]]:
         """Round by round, so that a run that is stopped has all workloads; systems alternate."""
@@ -124,29 +124,30 @@ class Script:
         return jobs
 
     def _traffic_left(self, done: dict[str, int]) -> list[System]:
-        if self._settings.data is None or self._settings.is_quick:
+        if not self._traffic:
             return []
         chosen = [SYSTEMS[name] for name in self._settings.systems if SYSTEMS[name].can_traffic]
-        return [each for each in chosen if done[f"traffic {each.name}"] == 0]
+        left = [each for each in chosen if done[f"traffic {each.name}"] == 0]
+        return random.Random(self._settings.seed).sample(left, len(left))
 
-    def _start(self, systems: Sequence[System], stack: ExitStack) -> dict[str, WorkerProcess]:
-        """Workers of the systems that can be had here; of the others is noted why not."""
-        workers = {}
+    def _requests(self) -> list[Line]:
+        if self._settings.data is None or self._settings.is_quick:
+            return []
+        return traffic.requests(Path(self._settings.data), self._tokenizer, self._settings.seed)
+
+    def _start(self, systems: Sequence[System], workers: dict[str, WorkerProcess]) -> None:
+        """Add workers of the systems that can be had here; of the others is noted why not."""
         with _bar(len(systems), "starting") as bar:
             for system in systems:
                 bar.set_postfix_str(system.name)
                 try:
                     worker = self._worker(system)
-                    stack.callback(worker.close)
-                    # What a first answer costs besides is not what is measured.
-                    worker.ask(self._sessions[0].asks[0].tokens, 2)
                 except KVBoostError as error:
-                    self._note_absent(system, str(error))
+                    self._note_absent(system, error)
                 else:
                     workers[system.name] = worker
                     self._note(kind="system", system=system, versions=worker.versions)
                 bar.update()
-        return workers
 
     def _worker(self, system: System) -> WorkerProcess:
         python = python_of(system.environment)
@@ -162,7 +163,14 @@ class Script:
             "max_tokens": MOST_TOKENS,
             "num_threads": os.cpu_count(),
         }
-        return WorkerProcess(system, python, given, self._log(system.name))
+        worker = WorkerProcess(system, python, given, self._log(system.name))
+        try:
+            # What a first answer costs besides is not what is measured.
+            worker.ask(self._sessions[0].asks[0].tokens, 2)
+        except KVBoostError:
+            worker.close()
+            raise
+        return worker
 
     def _try(
         self, workers: dict[str, WorkerProcess], name: str, work: Any, *arguments: Any
@@ -171,15 +179,21 @@ class Script:
         try:
             work(name, workers[name], *arguments)
         except KVBoostError as error:
-            self._note_absent(SYSTEMS[name], str(error))
-            del workers[name]  # closed with the others
+            self._note_absent(SYSTEMS[name], error)
+            workers.pop(name).close()  # it might go on computing beside the others
 
-    def _hold(self, name: str, worker: WorkerProcess, session: Session, round_number: int) -> None:
+    def _hold_session(
+        self, name: str, worker: WorkerProcess, session: Session, round_number: int
+    ) -> None:
         worker.forget()
         lines: list[Line] = []
         for number, ask in enumerate(session.asks):
             said = worker.ask(ask.tokens, ask.num_new)
             worker.rest()
+            if len(said["tokens"]) != ask.num_new:
+                raise KVBoostError(f"{len(said['tokens'])} tokens instead of {ask.num_new}")
+            if number == 0 and said["num_cached"]:
+                raise KVBoostError(f"{said['num_cached']} tokens were cached before a session")
             lines.append(
                 {
                     "kind": "answer",
@@ -199,12 +213,9 @@ class Script:
         records.append(self._raw, lines)
 
     def _let_traffic_come(self, name: str, worker: WorkerProcess) -> None:
-        assert self._settings.data is not None
-        data = Path(self._settings.data)
-        asked = traffic.requests(data, self._tokenizer, self._settings.seed)
         worker.forget()
         started = time.perf_counter()
-        served = worker.traffic(asked)
+        served = worker.traffic(self._traffic)
         line: Line = {"kind": "traffic", "system": name}
         line["seconds"] = round(time.perf_counter() - started, 3)
         for metric in ("ttft", "total"):
@@ -238,8 +249,10 @@ class Script:
             return None
         return float(ask.fact in self._tokenizer.decode(list(answer)))
 
-    def _note_absent(self, system: System, why: str) -> None:
-        self._note(kind="absent", system=system, why=why.splitlines()[0])
+    def _note_absent(self, system: System, error: KVBoostError) -> None:
+        """Its log stays in the folder; what is told has no paths of this machine."""
+        why = str(error).splitlines()[0].partition("; its log")[0]
+        self._note(kind="absent", system=system, why=why)
 
     def _note(self, *, kind: str, system: System, **what: Any) -> None:
         line = {"kind": kind, "system": system.name, "title": system.title, **what}
@@ -254,7 +267,7 @@ def job_key(session: Session, round_number: int, system: System) -> str:
 def _counted(lines: list[Line]) -> dict[str, int]:
     counts: dict[str, int] = defaultdict(int)
     for line in lines:
-        if line["kind"] == "answer" and line["ask"] == 0:
+        if line["kind"] == "answer":
             counts[f"{line['workload']} {line['round']} {line['system']}"] += 1
         elif line["kind"] == "traffic":
             counts[f"traffic {line['system']}"] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,9 @@ class Settings:
     is_quick: bool
 
     def shown(self) -> dict[str, Any]:
-        """Without the folders of this machine."""
+        """Without the folders of this machine; with the Python whose texts prompts are made of."""
         named = {name: Path(value).name if value else None for name, value in self._folders()}
-        return asdict(self) | named
+        return asdict(self) | named | {"python": platform.python_version()}
 
     def _folders(self) -> list[tuple[str, str | None]]:
         return [("model", self.model), ("gguf", self.gguf), ("data", self.data)]

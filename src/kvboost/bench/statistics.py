@@ -26,10 +26,10 @@ class Compared:
     pairs: int
 
 
-def compare(pairs: Sequence[tuple[float, float]], seed: int = 0) -> Compared:
+def compare(pairs: Sequence[tuple[float, float]]) -> Compared:
     """Medians of both sides and of the ratio, with a 95 % bootstrap interval."""
     ratios = np.array([ours / theirs for ours, theirs in pairs])
-    low, high = interval(ratios, seed) if len(pairs) >= LEAST_PAIRS else (None, None)
+    low, high = interval(ratios) if len(pairs) >= LEAST_PAIRS else (None, None)
     return Compared(
         system_ms=round(statistics.median(ours for ours, _ in pairs), 2),
         baseline_ms=round(statistics.median(theirs for _, theirs in pairs), 2),
@@ -40,8 +40,8 @@ def compare(pairs: Sequence[tuple[float, float]], seed: int = 0) -> Compared:
     )
 
 
-def interval(values: npt.NDArray[np.float64], seed: int = 0) -> tuple[float, float]:
+def interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
     """Where the median of such values would lie in 95 % of repetitions."""
-    drawn = np.random.default_rng(seed).choice(values, (NUM_SAMPLES, len(values)))
+    drawn = np.random.default_rng(0).choice(values, (NUM_SAMPLES, len(values)))
     low, high = np.percentile(np.median(drawn, axis=1), EDGES)
     return round(float(low), 4), round(float(high), 4)

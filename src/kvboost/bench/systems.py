@@ -42,7 +42,8 @@ class System:
 
 BARE = ("bare.py", OWN)
 INSIDE_VLLM = ("inside_vllm.py", "vllm")
-LLAMA: tuple[Any, ...] = ("llama", {}, 1)  # one round: it is slow where prompts are computed
+# One round and no traffic: it takes minutes where prompts are new.
+LLAMA: tuple[Any, ...] = ("llama", {}, 1, False)
 _ALL = (
     System("transformers", "Transformers, generate()", *BARE),
     System("transformers-again", "Transformers once more: the noise", *BARE),
@@ -168,9 +169,13 @@ class WorkerProcess:
         except queue.Empty:
             raise self._error(f"did not answer `{what}` in {deadline_s:.0f} s") from None
         if not line:
-            code = self._process.wait(LEAVE_S)
-            raise self._error(f"ended during `{what}` with code {code}")
-        reply: dict[str, Any] = json.loads(line)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(LEAVE_S)
+            raise self._error(f"ended during `{what}` with code {self._process.poll()}")
+        try:
+            reply: dict[str, Any] = json.loads(line)
+        except ValueError:
+            raise self._error(f"answered `{what}` with what is no JSON") from None
         if "error" in reply:
             raise KVBoostError(f"{self._system.name}: `{what}` failed: {reply['error']}")
         return reply

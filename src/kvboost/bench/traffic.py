@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvboost.bench.texts import Dealer
+from kvboost.errors import ConfigError
 
 FILE = "conversation_trace.jsonl"
 BLOCK_TOKENS = 48  # for each block of 512
@@ -24,6 +25,8 @@ MEAN_GAP_S = 1.5  # between arrivals, to which the trace's times are scaled
 
 def requests(data: Path, tokenizer: Any, seed: int) -> list[dict[str, Any]]:
     """Requests with the times at which they come, as workers take them."""
+    if not (data / FILE).is_file():
+        raise ConfigError(f"{data} has no {FILE}: leave out --data, or give its folder")
     rows = [json.loads(line) for line in (data / FILE).read_text().splitlines()]
     taken = _conversations(rows, random.Random(seed))
     first, last = taken[0]["timestamp"], taken[-1]["timestamp"]

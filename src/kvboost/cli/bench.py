@@ -128,7 +128,7 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 
 def _known(names: Iterable[str], known: Collection[str]) -> tuple[str, ...]:
-    chosen = tuple(names)
+    chosen = tuple(dict.fromkeys(names))
     for name in chosen:
         if name not in known:
             raise ConfigError(f"{name!r} is none of {', '.join(known)}")

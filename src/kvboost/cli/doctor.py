@@ -11,7 +11,6 @@ from kvboost.bench.doctor.advice import settings
 from kvboost.bench.doctor.diagnosis import findings
 from kvboost.bench.doctor.page import print_json, print_page
 from kvboost.errors import ConfigError
-from kvboost.tiers.address import shown
 
 if TYPE_CHECKING:
     from kvboost.cli.main import Commands
@@ -66,8 +65,8 @@ def _doctor(options: argparse.Namespace) -> int:
         sys.stderr.write(f"{time.perf_counter() - started:6.1f} s  {what}\n")
 
     found = visit(wishes, say)
-    redis = None if options.redis_url is None else shown(options.redis_url)
-    said, advised = findings(found), settings(found, options.disk_dir, redis)
+    said = findings(found)
+    advised = settings(found, options.disk_dir, options.redis_url)
     if options.json:
         print_json(found, said, advised)
     else:

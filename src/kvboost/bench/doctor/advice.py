@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvboost.bench.doctor.diagnosis import WORTH_SHARE, is_busy, moved_shares, tier_shares
-from kvboost.bench.doctor.facts import TierSpeed, Visit
+from kvboost.bench.doctor.facts import Packing, TierSpeed, Visit
 from kvboost.config import EXACT_BITS, MIB, Options
+from kvboost.tiers.address import shown
 
 CACHE_SHARE = 0.4  # of the memory that is left: running requests may take as much again
 CACHE_STEP_BYTES = 256 * MIB
 DISK_SHARE = 0.5
-FEW_TOKENS = 32_768  # in memory: a handful of long documents
-CHEAP_SHARE = 0.2  # of prefill, for reading 8-bit K/V
 PACKING_GAIN = 0.9
 DEADLINE_TOKENS = 4096  # that shall come from a tier in time
 DEADLINE_MARGIN = 2
@@ -32,7 +31,7 @@ class Setting:
 def settings(visit: Visit, disk_dir: str | None = None, redis: str | None = None) -> list[Setting]:
     """What to set; nothing where the model cannot be reused.
 
-    `disk_dir` and `redis` are what the measured tiers are called in options.
+    `disk_dir` and `redis` are the folder and the URL of the measured tiers.
     """
     if visit.model.refusal:
         return []
@@ -47,35 +46,47 @@ def settings(visit: Visit, disk_dir: str | None = None, redis: str | None = None
 
 def cache_bytes(visit: Visit) -> int:
     """Budget of the memory tier that this machine has room for."""
-    available = visit.machine.available_bytes
-    if available is None:
+    free_bytes = _free_bytes(visit)
+    if free_bytes is None:
         return Options().max_cache_bytes
-    steps = int(CACHE_SHARE * available) // CACHE_STEP_BYTES
-    return max(1, steps) * CACHE_STEP_BYTES
+    size_bytes = int(CACHE_SHARE * free_bytes)
+    step_bytes = CACHE_STEP_BYTES if size_bytes >= CACHE_STEP_BYTES else MIB
+    return max(MIB, size_bytes // step_bytes * step_bytes)
+
+
+def _free_bytes(visit: Visit) -> int | None:
+    """Memory beside the model as it is advised to be."""
+    available_bytes = visit.machine.available_bytes
+    if available_bytes is None or visit.packing is None or not _is_packed(visit.packing):
+        return available_bytes
+    return max(0, available_bytes - visit.packing.weight_bytes)
 
 
 def _reuse(visit: Visit) -> Setting:
     if visit.model.move_refusal:
         return Setting("reuse", "exact", "this model's text cannot be moved")
-    tokens, share = min(moved_shares(visit), key=lambda each: each[1])
-    budget = Options().quality_budget
+    tokens, share = moved_shares(visit)[-1]
+    quality, budget = visit.quality, Options().quality_budget
     if share >= 1:
-        return Setting("reuse", "exact", "moved text did not pay at any length")
+        return Setting("reuse", "exact", f"moved text did not pay at {tokens} tokens")
     if share > WORTH_SHARE:
-        return Setting("reuse", "exact", f"moved text takes {share:.0%} of the full time at best")
-    if visit.quality is not None and visit.quality.mean_kl > budget:
+        why = f"moved text takes {share:.0%} of the full time at {tokens} tokens"
+        return Setting("reuse", "exact", why)
+    if quality is None:
+        why = "how much moved text changes answers was not measured; give more --seconds"
+        return Setting("reuse", "exact", why)
+    if quality.mean_kl > budget:
         return Setting(
             "reuse",
             "exact",
-            f"moved text changed an answer by {visit.quality.mean_kl:.3f} nats, more than "
+            f"moved text changed an answer by {quality.mean_kl:.3f} nats, more than "
             f"quality_budget={budget}; verify_correctness(prompts, reuse='auto') tells about yours",
         )
     return Setting(
         "reuse",
         "auto",
-        f"moved text takes {share:.0%} of the full time at {tokens} tokens; it is approximate"
-        f"{'' if visit.quality else ', how much was not measured'}: where answers must be as "
-        "without reuse, stay with 'exact'",
+        f"moved text takes {share:.0%} of the full time at {tokens} tokens; it is approximate: "
+        "where answers must be as without reuse, stay with 'exact'",
     )
 
 
@@ -83,19 +94,16 @@ def _memory(visit: Visit) -> Iterator[Setting]:
     model, size_bytes = visit.model, cache_bytes(visit)
     num_tokens = size_bytes // model.bytes_per_token
     held = f"holds {num_tokens} tokens of text at {model.bytes_per_token / 1024:.1f} KiB each"
-    available = visit.machine.available_bytes
+    free_bytes = _free_bytes(visit)
     why = "the default; free memory is not known here"
-    if available is not None:
-        why = f"{CACHE_SHARE:.0%} of {available / 2**30:.1f} GiB that are free beside the model"
+    if free_bytes is not None:
+        where = "" if visit.machine.device == "cpu" else " of host memory"
+        gib = f"{free_bytes / 2**30:.1f} GiB{where}"
+        why = f"{CACHE_SHARE:.0%} of {gib} that are free beside the model"
     yield Setting("max_cache_bytes", size_bytes, f"{why}; {held}")
-    is_cheap = model.int8_decode_ms <= CHEAP_SHARE * visit.prefill_ms
     more = model.bytes_per_token / model.int8_bytes_per_token
-    if num_tokens < FEW_TOKENS and is_cheap:
-        why = f"memory is short; 8 bits hold {more:.1f} times as many tokens, approximately"
-        yield Setting("kv_cache_bits", 8, why)
-    else:
-        why = f"as the model computes it; 8 would hold {more:.1f} times as many, approximately"
-        yield Setting("kv_cache_bits", EXACT_BITS, why)
+    why = f"8 bits would hold {more:.1f} times as many; answers would then be approximate"
+    yield Setting("kv_cache_bits", EXACT_BITS, why)
 
 
 def _below(visit: Visit, disk_dir: str | None, redis: str | None) -> Iterator[Setting]:
@@ -111,15 +119,22 @@ def _below(visit: Visit, disk_dir: str | None, redis: str | None) -> Iterator[Se
             yield Setting("max_disk_bytes", size_bytes, why)
     if shared is not None and redis is not None and _is_worth(visit, shared):
         used.append(shared)
-        yield Setting("cache_url", redis, _against_prefill(visit, shared))
+        address, why = shown(redis), _against_prefill(visit, shared)
+        if address != redis:
+            why += "; password and options were left out here: add them"
+        yield Setting("cache_url", address, why)
     if used:
         yield from _deadline(visit, used)
 
 
 def _deadline(visit: Visit, used: list[TierSpeed]) -> Iterator[Setting]:
     load_ms = max(tier.load_ms(DEADLINE_TOKENS * visit.model.bytes_per_token) for tier in used)
-    if load_ms > Options().tier_deadline_ms:
-        why = f"{DEADLINE_TOKENS} tokens take {load_ms:.0f} ms to load, then they count as missing"
+    default_ms = Options().tier_deadline_ms
+    if load_ms > default_ms:
+        why = (
+            f"{DEADLINE_TOKENS} tokens take {load_ms:.0f} ms to load; after the default "
+            f"{default_ms} ms they would count as missing"
+        )
         yield Setting("tier_deadline_ms", round(DEADLINE_MARGIN * load_ms), why)
 
 
@@ -137,12 +152,16 @@ def _against_prefill(visit: Visit, tier: TierSpeed) -> str:
 
 def _packing(visit: Visit) -> Iterator[Setting]:
     packing = visit.packing
-    if packing is not None and packing.packed_ms <= PACKING_GAIN * packing.plain_ms:
+    if packing is not None and _is_packed(packing):
         why = (
             f"a step of {packing.num_sequences} sequences takes {packing.packed_ms:.0f} instead of "
             f"{packing.plain_ms:.0f} ms; for batches only, and takes the weights' memory twice"
         )
         yield Setting("prepack_weights", value=True, why=why)
+
+
+def _is_packed(packing: Packing) -> bool:
+    return packing.packed_ms <= PACKING_GAIN * packing.plain_ms
 
 
 def _environment(visit: Visit) -> Iterator[Setting]:

@@ -42,7 +42,8 @@ def findings(visit: Visit) -> list[Finding]:
 def break_even(shares: Sequence[tuple[int, float]]) -> int | None:
     """Tokens from which on a share of the full time stays below 1; None if it does not.
 
-    `shares` are (tokens, share), shortest first. Between two lengths the line counts.
+    `shares` are (tokens, share), shortest first. Between two lengths the line counts, but a share
+    of exactly 1 is no measurement: then the longer one of them does.
     """
     if not shares or shares[-1][1] >= 1:
         return None
@@ -50,6 +51,8 @@ def break_even(shares: Sequence[tuple[int, float]]) -> int | None:
     if crossing is None:
         return shares[0][0]
     (short, above), (long, below) = shares[crossing], shares[crossing + 1]
+    if above == 1:
+        return long
     return round(short + (long - short) * (above - 1) / (above - below))
 
 
@@ -79,7 +82,12 @@ def tier_shares(visit: Visit, tier: TierSpeed) -> list[tuple[int, float]]:
 def is_busy(visit: Visit) -> bool:
     """Whether others used the cores before we came."""
     load = visit.machine.load
-    return load is not None and load > BUSY_SHARE * visit.machine.num_cores
+    return load is not None and load > BUSY_SHARE * visit.machine.num_machine_cores
+
+
+def is_preliminary(visit: Visit) -> bool:
+    """Whether advice rests on times that chance or others may have made."""
+    return is_busy(visit) or len(visit.decode_ms) < FEW_ROUNDS
 
 
 def rate(bytes_per_s: float) -> str:
@@ -105,7 +113,7 @@ def _trust(visit: Visit) -> Iterator[Finding]:
     if is_busy(visit):
         yield Finding(
             "warning",
-            f"the machine is busy (load {machine.load:.1f} on {machine.num_cores} cores): "
+            f"the machine is busy (load {machine.load:.1f} on {machine.num_machine_cores} cores): "
             "the times below mean little, come back when it is quiet",
         )
     worst = max(visit.readings, key=lambda each: each.spread)
@@ -179,7 +187,7 @@ def _pays(what: str, shares: Sequence[tuple[int, float]]) -> Finding:
     if start is None:
         return Finding("note", f"{what} does not pay up to {tokens} tokens")
     since = f"from {start} tokens"
-    if start == shares[0][0]:
+    if all(each < 1 for _, each in shares):
         since += " at the latest, the shortest that was measured"
     end = f"{tokens} tokens take {share:.0%} of the time without reuse"
     return Finding("good" if share <= WORTH_SHARE else "note", f"{what} pays {since}; {end}")

@@ -18,6 +18,7 @@ class Machine:
     load: float | None  # mean number of running processes in the minute before
     available_bytes: int | None  # of memory, beside the loaded model
     wait_policy: str | None  # OMP_WAIT_POLICY
+    num_machine_cores: int  # of all processes together, which the load is of
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,6 @@ class ModelFacts:
     certify_s: float = 0.0
     bytes_per_token: int = 0  # of K/V, as the model computes it
     int8_bytes_per_token: int = 0
-    int8_decode_ms: float = 0.0  # per token, until 8-bit K/V is what the model reads
     longest_tokens: int | None = None  # that the model reads, if it says so
     refusal: str = ""  # why nothing can be reused
     move_refusal: str = ""  # why text cannot be reused at another place
@@ -92,6 +92,7 @@ class Packing:
     plain_ms: float
     packed_ms: float
     num_sequences: int
+    weight_bytes: int  # about what the copy takes
 
 
 @dataclass(frozen=True)

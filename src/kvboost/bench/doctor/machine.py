@@ -8,10 +8,19 @@ from pathlib import Path
 GROUP = Path("/sys/fs/cgroup")
 
 
-def num_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
+def num_cores(group: Path = GROUP) -> int:
+    """Cores that this process may use, within the limit of a container."""
+    is_told = hasattr(os, "sched_getaffinity")
+    allowed = len(os.sched_getaffinity(0)) if is_told else num_machine_cores()
+    try:
+        quota, period = map(int, (group / "cpu.max").read_text().split())
+    except (OSError, ValueError):  # no container, or one without a limit
+        return allowed
+    return min(allowed, -(-quota // period))
+
+
+def num_machine_cores() -> int:
+    """Cores of the machine."""
     return os.cpu_count() or 1
 
 

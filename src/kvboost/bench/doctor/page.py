@@ -14,6 +14,7 @@ from kvboost.bench.doctor.diagnosis import (
     Finding,
     break_even,
     exact_shares,
+    is_preliminary,
     moved_shares,
     rate,
     tier_shares,
@@ -35,6 +36,7 @@ def print_json(visit: Visit, findings: Sequence[Finding], settings: Sequence[Set
         "measured": asdict(visit),
         "pays_from_tokens": pays_from(visit),
         "findings": [asdict(each) for each in findings],
+        "is_preliminary": bool(settings) and is_preliminary(visit),
         "settings": [asdict(each) for each in settings],
     }
     sys.stdout.write(json.dumps(page, indent=2) + "\n")
@@ -52,12 +54,15 @@ def print_page(
     """
     tables = [] if visit.model.refusal else [lengths_table(visit), tiers_table(visit)]
     commands = _commands(given, settings) if settings else []
+    heading = "Recommended"
+    if is_preliminary(visit):
+        heading += ", preliminary: see the warnings"
     try:
         import rich  # noqa: F401, PLC0415  (an extra)
     except ImportError:
-        sys.stdout.write("\n".join(_plain(tables, findings, settings, commands)) + "\n")
+        sys.stdout.write("\n".join(_plain(tables, findings, settings, commands, heading)) + "\n")
     else:
-        _print_rich(tables, findings, settings, commands)
+        _print_rich(tables, findings, settings, commands, heading)
 
 
 def pays_from(visit: Visit) -> dict[str, int | None]:
@@ -136,6 +141,7 @@ def _plain(
     findings: Sequence[Finding],
     settings: Sequence[Setting],
     commands: Sequence[str],
+    heading: str,
 ) -> list[str]:
     lines: list[str] = []
     for table in tables:
@@ -147,7 +153,7 @@ def _plain(
         lines.append("")
     lines += [f"{each.level.upper():<{LEVEL_WIDTH}}  {each.text}" for each in findings]
     if settings:
-        lines += ["", "Recommended:"]
+        lines += ["", f"{heading}:"]
         lines += [f"  {each.name}={shown(each)}: {each.why}" for each in settings]
         lines += ["", *commands]
     return lines
@@ -158,6 +164,7 @@ def _print_rich(
     findings: Sequence[Finding],
     settings: Sequence[Setting],
     commands: Sequence[str],
+    heading: str,
 ) -> None:
     from rich.console import Console  # noqa: PLC0415  (an extra)
     from rich.table import Table as RichTable  # noqa: PLC0415
@@ -175,7 +182,7 @@ def _print_rich(
         listed.add_row(Text(finding.level, style=COLOURS[finding.level]), Text(finding.text))
     console.print(listed)
     if settings:
-        console.print("\n[bold]Recommended[/bold]")
+        console.print(f"\n[bold]{heading}[/bold]")
         advised = RichTable(box=None, show_header=False)
         for each in settings:
             advised.add_row(Text(f"{each.name}={shown(each)}", style="bold"), Text(each.why))

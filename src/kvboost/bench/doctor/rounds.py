@@ -6,14 +6,20 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvboost.bench.doctor.facts import NUM_OTHER_TOKENS, Reading
+from kvboost.build import Parts, build
 from kvboost.core import MatchKind, ReuseMode
+from kvboost.engine.answer import answer
+from kvboost.engine.request import Request, check_arguments
 from kvboost.engine.texts import PREFACE
+from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvboost.engine.engine import KVBoost
+    from transformers import PreTrainedTokenizerBase
+
     from kvboost.engine.results import GenerationResult
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -28,20 +34,54 @@ QUICK_MS = 500.0
 NUM_DECODED = 16
 
 
-class Rounds:
-    """The engine, made ready for being measured."""
+def ask(
+    parts: Parts,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: list[int],
+    reuse: ReuseMode,
+    num_new: int = 1,
+    **arguments: Any,
+) -> GenerationResult:
+    """The answer of an engine with these parts; what it stores is stored then."""
+    request = Request(
+        tokens=tokens,
+        reuse=reuse,
+        tenant="",
+        adapter=parts.model.adapter,
+        arguments=check_arguments(arguments, num_new),
+    )
+    result, store = answer(request, parts, tokenizer)
+    store()  # what it returns is an audit: words in random order say nothing of quality
+    return result
 
-    def __init__(self, engine: KVBoost, longest: int | None, seed: int = 0) -> None:
+
+class Rounds:
+    """An engine's parts, made ready for being measured."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        tokenizer: PreTrainedTokenizerBase,
+        longest: int | None,
+        seed: int = 0,
+    ) -> None:
         """Run all ways once: what is compiled or allocated at first use is not measured.
 
         `longest` is what the model can read.
+
+        Raises:
+            ConfigError: that is too little.
         """
-        self._engine = engine
+        if longest is not None and longest <= PILOT_TOKENS[0]:
+            raise ConfigError(
+                f"this model reads {longest} tokens at most: there is nothing to measure below "
+                f"{PILOT_TOKENS[0] + 1}"
+            )
+        self._parts, self._tokenizer = parts, tokenizer
         self._longest = longest
         self._random = random.Random(seed)
-        self._words = sorted(set(engine.tokenizer(PREFACE, add_special_tokens=False).input_ids))
+        self._words = sorted(set(tokenizer(PREFACE, add_special_tokens=False).input_ids))
         self._read(LENGTHS[0])
-        self.move_refusal = self._ask(self.text(LENGTHS[0]), "auto").reuse.note
         self.token_s = self._pace()
 
     def text(self, num_tokens: int) -> list[int]:
@@ -106,19 +146,21 @@ class Rounds:
 
         for way in self._random.sample([full, stored], 2):
             way()
-        self._engine.contents.delete(None, tenant="")
+        self._forget()
         return seen
 
+    def _forget(self) -> None:
+        """Have nothing stored; what was learned of the machine's pace stays."""
+        fresh = build(self._parts.options, self._parts.model, self._parts.boundaries)
+        self._parts = replace(fresh, cost=self._parts.cost)
+
     def _ask(self, tokens: list[int], reuse: ReuseMode) -> GenerationResult:
-        result = self._engine.generate(tokens, max_new_tokens=1, reuse=reuse)
-        self._engine.flush()  # the next one shall not wait for this one's storing
-        return result
+        return ask(self._parts, self._tokenizer, tokens, reuse)
 
     def _decode_ms(self) -> float:
         count = NUM_DECODED + 1
-        result = self._engine.generate(
-            self.text(LENGTHS[0]), max_new_tokens=count, min_new_tokens=count, reuse="off"
-        )
+        text = self.text(LENGTHS[0])
+        result = ask(self._parts, self._tokenizer, text, "off", count, min_new_tokens=count)
         return (result.total_ms - result.ttft_ms) / NUM_DECODED
 
 

@@ -20,28 +20,25 @@ from kvboost.bench.doctor.facts import (
     TierSpeed,
     Visit,
 )
+from kvboost.bench.doctor.quality import NUM_ANSWERED, NUM_PREFILLS, moved_quality, prompts
 from kvboost.bench.doctor.rounds import Rounds
+from kvboost.build import Parts, build
 from kvboost.codecs.kivi import Int8Codec
 from kvboost.config import Options
 from kvboost.core import KVGeometry
-from kvboost.engine.engine import KVBoost
-from kvboost.engine.texts import PREFACE
-from kvboost.engine.verify import PROMPTS
 from kvboost.errors import ConfigError, UnsupportedModel
-from kvboost.models.certify import measure_geometry
+from kvboost.models.hf import HFModel
 from kvboost.models.load import limits, load
 from kvboost.models.prepack import prepack
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-ROUNDS_SHARE = 0.65  # of the time; what is left is for the other measures
-NUM_ANSWERED = 16  # tokens of the answer that is compared
-NUM_PREFILLS = 6  # that the comparison takes, about
+QUALITY_SHARE = 0.4  # of the time, at most: without it no moved text is recommended
+ROUNDS_UNTIL = 0.8  # of the time; what is left is for tiers and weights
 NUM_SEQUENCES = 16  # of the step that rearranged weights are tried on
 NUM_STEPS = 5
 STEP_TOKENS = 4  # decoded one by one, that take as long as such a step, about
-NO_LIMIT = 1e9  # words in random order say nothing of quality, so that their audits end nothing
 
 Say = Callable[[str], None]
 
@@ -78,14 +75,16 @@ def visit(wishes: Wishes, say: Say) -> Visit:
     )
     begun = Visit(_machine(model, system_load), facts)
     try:
-        engine = KVBoost(model, tokenizer, reuse="auto", audit_ratio=0.0, quality_budget=NO_LIMIT)
+        hosted = HFModel(model)
     except UnsupportedModel as error:
         return replace(begun, model=replace(facts, refusal=str(error)))
     certified = time.perf_counter()
     facts = replace(facts, certify_s=certified - loaded)
     until = certified + wishes.seconds
-    with engine:
-        measured = _with_engine(engine, model, replace(begun, model=facts), wishes, say)
+    try:
+        measured = _with_engine(hosted, tokenizer, replace(begun, model=facts), wishes, say)
+    finally:
+        hosted.release()
     packing_s = 3 * (NUM_STEPS + 1) * STEP_TOKENS * median(measured.decode_ms) / 1e3
     has_time = time.perf_counter() + packing_s < until
     return replace(measured, packing=_packing(model, say) if has_time else None)
@@ -99,31 +98,28 @@ def _machine(model: PreTrainedModel, system_load: float | None) -> Machine:
         load=system_load,
         available_bytes=machine.available_bytes(),
         wait_policy=os.environ.get("OMP_WAIT_POLICY"),
+        num_machine_cores=machine.num_machine_cores(),
     )
 
 
 def _with_engine(
-    engine: KVBoost, model: PreTrainedModel, begun: Visit, wishes: Wishes, say: Say
+    hosted: HFModel, tokenizer: PreTrainedTokenizerBase, begun: Visit, wishes: Wishes, say: Say
 ) -> Visit:
-    started = time.perf_counter()
-    with torch.no_grad():
-        geometry = measure_geometry(model)
+    started, geometry = time.perf_counter(), hosted.geometry
+    parts = build(Options(num_blocks=1), hosted, frozenset())
     say("first prompts")
-    rounds = Rounds(engine, begun.model.longest_tokens)
-    readings, decode_ms = rounds.run(started + ROUNDS_SHARE * wishes.seconds, say)
+    rounds = Rounds(parts, tokenizer, begun.model.longest_tokens)
+    most_tokens = int(QUALITY_SHARE * wishes.seconds / rounds.token_s)
+    quality = _quality(parts, tokenizer, begun.model.longest_tokens, most_tokens, say)
+    readings, decode_ms = rounds.run(started + ROUNDS_UNTIL * wishes.seconds, say)
     codec, size = Int8Codec(geometry), Options().chunk_size
     facts = replace(
         begun.model,
         bytes_per_token=geometry.bytes_per_token,
         int8_bytes_per_token=codec.size(size) // size,
-        int8_decode_ms=tier_speed.decode_ms(codec, size),
-        move_refusal=rounds.move_refusal,
+        move_refusal=hosted.rotation_refusal,
     )
     tiers = tuple(_tiers(wishes, geometry, say))
-    left_s = started + wishes.seconds - time.perf_counter()
-    answer_s = 2 * NUM_ANSWERED * median(decode_ms) / 1e3
-    most_tokens = int((left_s - answer_s) / rounds.token_s)
-    quality = None if facts.move_refusal else _quality(engine, facts, most_tokens, say)
     return replace(
         begun, model=facts, readings=readings, decode_ms=decode_ms, tiers=tiers, quality=quality
     )
@@ -141,24 +137,20 @@ def _tiers(wishes: Wishes, geometry: KVGeometry, say: Say) -> Iterator[TierSpeed
         yield tier_speed.redis_speed(wishes.redis_url, frames)
 
 
-def _compared_prompts() -> list[str]:
-    """Two texts in one order, then in the other with a question."""
-    text, question = PROMPTS[0].split("Question:")
-    return [PREFACE + text, f"{text}{PREFACE}Question:{question}"]
-
-
-def _quality(engine: KVBoost, model: ModelFacts, most_tokens: int, say: Say) -> MovedQuality | None:
-    """None where it would compute more than `most_tokens`, or the engine moves nothing."""
-    prompts = _compared_prompts()
-    num_tokens = len(engine.tokenizer(prompts[-1]).input_ids) + NUM_ANSWERED
-    is_too_long = model.longest_tokens is not None and num_tokens > model.longest_tokens
-    if is_too_long or NUM_PREFILLS * num_tokens > most_tokens:
+def _quality(
+    parts: Parts,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: int | None,
+    most_tokens: int,
+    say: Say,
+) -> MovedQuality | None:
+    """None where it would compute more than `most_tokens`, or no text can be moved."""
+    num_tokens = len(prompts(tokenizer)[-1]) + NUM_ANSWERED
+    is_too_long = longest is not None and num_tokens > longest
+    if is_too_long or NUM_PREFILLS * num_tokens > most_tokens or not parts.model.rotations:
         return None
     say("an answer on moved text")
-    report = engine.verify_correctness(prompts, NUM_ANSWERED, reuse="auto")
-    if not report.checks:
-        return None
-    return MovedQuality(report.checks[0].mean_kl, report.checks[0].top1_ratio)
+    return moved_quality(parts, tokenizer)
 
 
 def _packing(model: PreTrainedModel, say: Say) -> Packing | None:
@@ -175,7 +167,8 @@ def _packing(model: PreTrainedModel, say: Say) -> Packing | None:
         return None
     packed = _step_ms(model)
     undo()
-    return Packing(median([*plain, *_step_ms(model)]), median(packed), NUM_SEQUENCES)
+    plain += _step_ms(model)
+    return Packing(median(plain), median(packed), NUM_SEQUENCES, weight_bytes)
 
 
 @torch.no_grad()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from kvboost.bench.questions.subjects import Row, Subject, layouts, round_ms
+from kvboost.bench.questions.subjects import Row, Subject, layouts, now, round_ms, shuffled
 from kvboost.build import Parts, build_repair
 from kvboost.core import MatchKind
 from kvboost.engine.prefill import Prefilled, Terms, complete, prefill
@@ -43,7 +42,6 @@ class Measured:
     """One case on one prompt."""
 
     ttft_ms: float
-    full_ms: float
     kl: float
     top1: float
     computed_share: float
@@ -53,20 +51,24 @@ class Measured:
 def frontier(subject: Subject) -> Iterator[Row]:
     """A row for each way of repair, on documents that were read in another order."""
     cases = QUICK_CASES if subject.is_quick else CASES
+    full_ms: list[float] = []
     seen: dict[Case, list[Measured]] = {case: [] for case in cases}
     per_round = 1 if subject.is_quick else PROMPTS_PER_ROUND
     for seed in subject.seeds:
         for number in range(per_round):
-            words = subject.words(100 * seed + number)
-            first, moved = layouts(words, subject.num_tokens)
+            own_seed = 100 * seed + number
+            first, moved = layouts(subject.words(own_seed), subject.num_tokens)
             session = subject.session(reuse="auto")
             session.ask(first)
-            full_ms, answer, fresh = _reference(moved, session.parts)
-            for case in cases:
-                parts = _with_repair(session.parts, case)
-                seen[case].append(_measure(moved, answer, fresh, full_ms, parts, case))
+            answer, fresh = _reference(moved, session.parts)
+            for way in shuffled([None, *cases], own_seed):
+                if way is None:
+                    full_ms.append(_full_ms(moved, session.parts))
+                else:
+                    parts = _with_repair(session.parts, way)
+                    seen[way].append(_measure(moved, answer, fresh, parts, way))
     for case, measured in seen.items():
-        yield {"repair": case.repair, "tokens": subject.num_tokens, **_row(measured)}
+        yield {"repair": case.repair, "tokens": subject.num_tokens, **_row(measured, full_ms)}
 
 
 def _with_repair(parts: Parts, case: Case) -> Parts:
@@ -80,15 +82,23 @@ def _prefilled(
     tokens: list[int], parts: Parts, terms: Terms
 ) -> tuple[float, Prefilled[SlotCache], torch.Tensor]:
     """Milliseconds until the first logits were there, the rows, and these logits."""
-    started = time.perf_counter()
+    device = parts.model.model.device
+    started = now(device)
     prefilled = prefill(tokens, parts, terms, capacity=len(tokens) + NUM_ANSWER)
     logits = complete(prefilled, tokens, parts)
-    return 1e3 * (time.perf_counter() - started), prefilled, logits
+    return 1e3 * (now(device) - started), prefilled, logits
 
 
-def _reference(tokens: list[int], parts: Parts) -> tuple[float, list[int], torch.Tensor]:
-    """Time of a full prefill, the greedy answer on it, and the logits it was chosen from."""
-    full_ms, prefilled, logits = _prefilled(tokens, parts, Terms("off"))
+def _full_ms(tokens: list[int], parts: Parts) -> float:
+    """Milliseconds of a full prefill."""
+    full_ms, prefilled, _ = _prefilled(tokens, parts, Terms("off"))
+    parts.model.recycle(prefilled.slots)
+    return full_ms
+
+
+def _reference(tokens: list[int], parts: Parts) -> tuple[list[int], torch.Tensor]:
+    """The greedy answer on a full prefill, and the logits it was chosen from."""
+    _, prefilled, logits = _prefilled(tokens, parts, Terms("off"))
     slots, said, seen = prefilled.slots, [int(logits[-1].argmax())], [logits]
     while len(said) < NUM_ANSWER:
         step = range(slots.length, slots.length + 1)
@@ -96,16 +106,11 @@ def _reference(tokens: list[int], parts: Parts) -> tuple[float, list[int], torch
         said.append(int(logits[-1].argmax()))
         seen.append(logits)
     parts.model.recycle(slots)
-    return full_ms, said, torch.cat(seen).float()
+    return said, torch.cat(seen).float()
 
 
 def _measure(
-    tokens: list[int],
-    answer: list[int],
-    fresh: torch.Tensor,
-    full_ms: float,
-    parts: Parts,
-    case: Case,
+    tokens: list[int], answer: list[int], fresh: torch.Tensor, parts: Parts, case: Case
 ) -> Measured:
     """Lead the case along the answer of the full prefill, and compare the distributions."""
     ttft_ms, prefilled, first = _prefilled(tokens, parts, Terms("auto", "", case.ratio))
@@ -117,7 +122,6 @@ def _measure(
     moved = sum(len(m.span) for m in plan.matches if m.kind is MatchKind.MOVED)
     return Measured(
         ttft_ms=ttft_ms,
-        full_ms=full_ms,
         kl=check.mean_kl,
         top1=check.top1_ratio,
         computed_share=1 - prefilled.num_cached / len(tokens),
@@ -125,11 +129,12 @@ def _measure(
     )
 
 
-def _row(measured: list[Measured]) -> Row:
+def _row(measured: list[Measured], full_ms: list[float]) -> Row:
+    ratios = [each.ttft_ms / full for each, full in zip(measured, full_ms, strict=True)]
     return {
         "ttft_ms": round_ms([each.ttft_ms for each in measured]),
-        "full_ms": round_ms([each.full_ms for each in measured]),
-        "ratio": round(statistics.median(each.ttft_ms / each.full_ms for each in measured), 4),
+        "full_ms": round_ms(full_ms),
+        "ratio": round(statistics.median(ratios), 4),
         "kl": round(statistics.mean(each.kl for each in measured), 5),
         "top1": round(statistics.mean(each.top1 for each in measured), 4),
         "computed_share": round(statistics.mean(each.computed_share for each in measured), 4),

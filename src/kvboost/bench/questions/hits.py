@@ -6,24 +6,17 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from kvboost.bench.questions.subjects import Row, Subject
 from kvboost.codecs.raw import RawCodec
-from kvboost.core import (
-    Chunk,
-    KVGeometry,
-    MatchKind,
-    PlaneGroup,
-    ReusePlan,
-    Span,
-)
+from kvboost.config import make_options
+from kvboost.core import KVGeometry, MatchKind, PlaneGroup, ReusePlan, Span
+from kvboost.engine.prefill import Terms, keep, look_up
 from kvboost.metrics import Metrics
-from kvboost.reuse.chunks import split
-from kvboost.reuse.keys import content_key, derive, namespace
-from kvboost.reuse.lookup import LEAST_MOVED_TOKENS, find, find_moved
-from kvboost.reuse.store import commit, commit_approximate
 from kvboost.tiers.index import ChunkIndex
 from kvboost.tiers.memory import MemoryTier
 from kvboost.tiers.stack import TierStack
@@ -34,14 +27,13 @@ CACHE_SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 DOCUMENT_TOKENS = (128, 512)
 DOCUMENTS_PER_PROMPT = 3
 QUESTION_TOKENS = 24
-CHUNK_SIZE = 128
 VOCABULARY = 50_000
 
 AGAIN = 0.8  # temporal: how often a document is one of the last used ones
 RECENT = 12  # temporal: how many those are
 
 GEOMETRY = KVGeometry(1, (PlaneGroup((0, 1), heads=1, head_dim=8),), "bfloat16", 2)
-SPACE = namespace(b"hits", "", None)
+OPTIONS = make_options({"chunk_size": 128})
 
 
 def hits(subject: Subject) -> Iterator[Row]:
@@ -152,29 +144,24 @@ def _store(budget_bytes: int) -> ChunkStore:
 
 def _ask(tokens: list[int], store: ChunkStore) -> ReusePlan:
     """Look a prompt up, read what was found, and store the rest, as the engine does."""
-    store.settle()
-    chunks = split(tokens, CHUNK_SIZE)
-    exact = find(chunks, derive(chunks, SPACE), store.index)
-    plan = find_moved(exact, chunks, store.index, SPACE)
+    plan = look_up(tokens, _parts(store), Terms("auto"))
     store.tiers.get([match.key for match in plan.matches])
     _keep(tokens, plan, store)
     return plan
 
 
 def _keep(tokens: list[int], plan: ReusePlan, store: ChunkStore) -> None:
-    """Store what was computed: exact before anything moved, the rest by its content."""
     exact_stop = min((span.start for span in plan.moved), default=len(tokens))
-    slots = BlankSlots(len(tokens), exact_stop)
-    if exact_stop:
-        chunks = split(tokens[:exact_stop], CHUNK_SIZE)
-        commit(slots, chunks, derive(chunks, SPACE), SPACE, store)  # type: ignore[arg-type]
-    for span in plan.live:
-        if span.start < exact_stop or len(span) < LEAST_MOVED_TOKENS:
-            continue
-        pieces = split(tokens[span.start : span.stop], CHUNK_SIZE)
-        chunks = [
-            Chunk(Span(c.span.start + span.start, c.span.stop + span.start), c.tokens)
-            for c in pieces
-        ]
-        keys = [content_key(chunk.tokens, SPACE) for chunk in chunks]
-        commit_approximate(slots, chunks, keys, SPACE, store)  # type: ignore[arg-type]
+    prefilled: Any = SimpleNamespace(slots=BlankSlots(len(tokens), exact_stop), plan=plan)
+    keep(prefilled, tokens, _parts(store), tenant="")
+
+
+def _parts(store: ChunkStore) -> Any:
+    """What finding and storing ask of an engine."""
+    return SimpleNamespace(
+        options=OPTIONS,
+        model=SimpleNamespace(fingerprint=b"hits", rotations={0: None}),
+        boundaries=frozenset(),
+        piece_tokens=None,
+        store=store,
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvboost.bench.questions.subjects import (
@@ -14,6 +15,7 @@ from kvboost.bench.questions.subjects import (
     middle,
     pick,
     round_ms,
+    shuffled,
     take,
 )
 
@@ -40,10 +42,17 @@ def memory(subject: Subject) -> Iterator[Row]:
             yield {"tokens": num_tokens, "bits": bits, **_row(rounds)}
 
 
-def break_even(store_ms: float, prefill_ms: float, warm_ms: float) -> float | None:
-    """How often text must come back until storing it has paid; None: it never does."""
-    saved_ms = prefill_ms - warm_ms
-    return round(store_ms / saved_ms, 4) if saved_ms > 0 else None
+def break_even(rounds: Sequence[tuple[First, Pair]]) -> float | None:
+    """How often text must come back until storing it has paid, the median of the rounds.
+
+    None: it never does.
+    """
+    saved_ms = [first.prefill_ms - pair.ours_ms for first, pair in rounds]
+    middle_round = statistics.median(
+        first.store_ms / saved if saved > 0 else math.inf
+        for (first, _), saved in zip(rounds, saved_ms, strict=True)
+    )
+    return round(middle_round, 4) if math.isfinite(middle_round) else None
 
 
 def _round(subject: Subject, num_tokens: int, seed: int) -> dict[int, tuple[First, Pair]]:
@@ -51,9 +60,9 @@ def _round(subject: Subject, num_tokens: int, seed: int) -> dict[int, tuple[Firs
     text = take(words, num_tokens)
     sessions = {bits: subject.session(reuse="exact", kv_cache_bits=bits) for bits in BITS}
     firsts: dict[int, First] = {}
-    for bits, session in sessions.items():
-        cold, store_ms = session.ask(text)
-        firsts[bits] = First(cold.ttft_ms, store_ms, session.stored_bytes_per_token())
+    for bits in shuffled(BITS, seed):
+        cold, store_ms = sessions[bits].ask(text)
+        firsts[bits] = First(cold.ttft_ms, store_ms, sessions[bits].stored_bytes_per_token())
     tokens = continued(text, words, 0.95)
     pairs = subject.beside(sessions, tokens, seed)
     return {bits: (firsts[bits], pairs[bits]) for bits in BITS}
@@ -62,13 +71,11 @@ def _round(subject: Subject, num_tokens: int, seed: int) -> dict[int, tuple[Firs
 def _row(rounds: list[tuple[First, Pair]]) -> Row:
     firsts, pairs = zip(*rounds, strict=True)
     row = middle(pairs)
-    store_ms = round_ms([first.store_ms for first in firsts])
-    prefill_ms = round_ms([first.prefill_ms for first in firsts])
     stored = statistics.median(first.bytes_per_token for first in firsts)
     return {
         "kv_bytes_per_token": round(stored, 1),
-        "store_ms": store_ms,
-        "prefill_ms": prefill_ms,
-        "break_even_requests": break_even(store_ms, prefill_ms, row["ours_ms"]),
+        "store_ms": round_ms([first.store_ms for first in firsts]),
+        "prefill_ms": round_ms([first.prefill_ms for first in firsts]),
+        "break_even_requests": break_even(rounds),
         **pick(row, "load_ms", "bare_ms", "top1", "cached_share", "pairs", warm_ms="ours_ms"),
     }

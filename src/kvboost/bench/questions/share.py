@@ -28,7 +28,8 @@ def share(subject: Subject) -> Iterator[Row]:
         session.ask(text)
         for each in QUICK_SHARES if subject.is_quick else SHARES:
             for phase, tokens in prompts(text, each, words).items():
-                pair = subject.compare(session, tokens, is_ours_first=number % 2 == 0)
+                is_ours_first = subject.is_ours_first(number, each, phase)
+                pair = subject.compare(session, tokens, is_ours_first=is_ours_first)
                 seen[phase, each].append(pair)
     for (phase, each), pairs in sorted(seen.items()):
         row = pick(middle(pairs), "ours_ms", "bare_ms", "ratio", "top1", "cached_share")

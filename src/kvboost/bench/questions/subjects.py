@@ -6,7 +6,7 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
@@ -30,6 +30,9 @@ from kvboost.policy.cost import CostModel
 NUM_NEW = 4
 NUM_DOCUMENTS = 4
 QUESTION_TOKENS = 16
+LENGTHS = (256, 512, 1024, 2048)
+QUICK_LENGTHS = (256, 512)
+NO_TOKEN = -1  # as the end of sequence: every answer has its full length
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 Row = dict[str, Any]
@@ -69,17 +72,19 @@ class Session:
 
     def ask(self, tokens: list[int], num_new: int = NUM_NEW) -> tuple[GenerationResult, float]:
         """The answer, and the milliseconds that storing its K/V took after it."""
+        device = self.parts.model.model.device
         request = Request(
             tokens=tokens,
             reuse=self.parts.options.reuse,
             tenant="",
             adapter=self.parts.model.adapter,
-            arguments=check_arguments({}, num_new),
+            arguments=check_arguments({"eos_token_id": NO_TOKEN}, num_new),
+            started_at=now(device),
         )
         result, later = answer(request, self.parts, self.tokenizer)
-        started = time.perf_counter()
+        started = now(device)
         later()
-        return result, 1e3 * (time.perf_counter() - started)
+        return result, 1e3 * (now(device) - started)
 
     def stored_bytes_per_token(self) -> float:
         """Bytes of memory for each token that is stored now."""
@@ -97,9 +102,7 @@ class TokenClock(StoppingCriteria):  # type: ignore[misc]
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Called by Transformers after each token; stops nothing."""
-        if input_ids.is_cuda:
-            torch.cuda.synchronize(input_ids.device)
-        self.times.append(time.perf_counter())
+        self.times.append(now(input_ids.device))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
@@ -117,6 +120,11 @@ class Subject:
     def num_tokens(self) -> int:
         """Length of a prompt where the question is not about length."""
         return 512 if self.is_quick else 1024
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of prompts where the question is about length, the longest last."""
+        return QUICK_LENGTHS if self.is_quick else LENGTHS
 
     @property
     def seeds(self) -> range:
@@ -165,16 +173,22 @@ class Subject:
     def ask_bare(self, tokens: list[int], num_new: int = NUM_NEW) -> BareAnswer:
         """Transformers' generate() on the prompt."""
         clock, prompt = TokenClock(), torch.tensor([tokens], device=self.bare.device)
-        started = time.perf_counter()
+        started = now(self.bare.device)
         output = self.bare.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=num_new,
+            eos_token_id=NO_TOKEN,
             do_sample=False,
             stopping_criteria=[clock],
         )
         times_ms = [1e3 * (each - started) for each in clock.times]
         return BareAnswer(times_ms[0], times_ms[-1], output[0, len(tokens) :].tolist())
+
+    def is_ours_first(self, number: int, *case: object) -> bool:
+        """Whether ours begins in a round of a case: drawn by the seed once, then by turns."""
+        is_first_in_even = random.Random(f"{self.seed} {case}").random() < 0.5
+        return is_first_in_even == (number % 2 == 0)
 
     def compare(self, session: Session, tokens: list[int], *, is_ours_first: bool) -> Pair:
         """Ask both the same."""
@@ -187,7 +201,7 @@ class Subject:
     def beside(self, sessions: Mapping[N, Session], tokens: list[int], seed: int) -> dict[N, Pair]:
         """Ask the bare model and several of ours the same, in an order that the seed chooses."""
         asked: dict[N, tuple[GenerationResult, float]] = {}
-        for name in random.Random(seed).sample([None, *sessions], len(sessions) + 1):
+        for name in shuffled([None, *sessions], seed):
             if name is None:
                 bare = self.ask_bare(tokens)
             else:
@@ -223,9 +237,9 @@ class Subject:
 
     def warm_up(self) -> None:
         """Let both models and the allocator see some work before anything is timed."""
-        session = self.session(reuse="auto")
-        first, second = layouts(self.words(self.seed - 1), 256)
-        for tokens in (first, first, second):
+        session, words = self.session(reuse="auto"), self.words(self.seed - 1)
+        first, second = layouts(words, 256)
+        for tokens in (take(words, self.lengths[-1]), first, first, second):
             self.compare(session, tokens, is_ours_first=True)
 
     def close(self) -> None:
@@ -239,13 +253,25 @@ class Subject:
 
     def _load(self) -> Any:
         loaded = AutoModelForCausalLM.from_pretrained(self.model, dtype=DTYPES[self.dtype])
-        return loaded.eval()
+        return loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def now(device: torch.device) -> float:
+    """The clock, once a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def shuffled(items: Iterable[N], seed: int) -> list[N]:
+    """The items in an order that the seed chooses."""
+    each = list(items)
+    return random.Random(seed).sample(each, len(each))
 
 
 def dealt(pages: Sequence[list[int]], seed: int) -> Iterator[int]:
     """The tokens of all pages once, the pages in an order that the seed chooses."""
-    order = random.Random(seed).sample(range(len(pages)), len(pages))
-    return chain.from_iterable(pages[number] for number in order)
+    return chain.from_iterable(shuffled(pages, seed))
 
 
 def take(words: Iterator[int], num_tokens: int) -> list[int]:

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvboost.bench.report.formats import plain
+from kvboost.bench import names, systems
+from kvboost.bench.report.formats import counted, plain
 from kvboost.bench.report.names import OURS, system_place
 from kvboost.bench.report.reading import Results, Run
 from kvboost.bench.report.section import Part, Row, Section, Table
@@ -21,12 +22,14 @@ def measured(results: Results) -> Section:
         "measured",
         "What was measured",
         f"{run.model} in {run.dtype} on {machine(run.machine)}:"
-        f" {len(results.measured)} systems, {len(results.workloads)} workloads,"
-        f" {run.rounds} rounds{_duration(run.seconds)}.{quick}",
+        f" {counted(len(results.measured), 'system')},"
+        f" {counted(len(results.workloads), 'workload')},"
+        f" {counted(run.rounds, 'round')}{_duration(run.seconds)}.{quick}",
         (Part(table=Table(("system", "what it is", "versions"), rows)),) if rows else (),
-        "Names as in the first column are used on the whole page; ours are in the accent colour."
-        " Not every system computes in the same precision: where its title names one, its times and"
-        " its top-1 are those of that precision.",
+        "Names as in the first column are used in the whole report. Not every system computes in"
+        " the same precision: where its title names one, its times and its top-1 are those of that"
+        " precision.",
+        "Ours are in the accent colour.",
     )
 
 
@@ -40,19 +43,20 @@ def machine(facts: Mapping[str, Any]) -> str:
 
 
 def absent(results: Results) -> Section | None:
-    """Return the section on systems that did not take part."""
+    """Return the section on systems that did not take part, or not to the end."""
     if not results.absent:
         return None
     rows = tuple(
-        Row((a.system, a.title, a.why))
+        Row((a.system, a.title, a.why.partition("; its log")[0]))
         for a in sorted(results.absent, key=lambda a: system_place(a.system))
     )
     num = len(rows)
     return Section(
         "absent",
         "Absent systems",
-        f"{num} system{'s' if num > 1 else ''} could not be measured on this machine.",
-        (Part(table=Table(("system", "what it is", "why it is absent"), rows)),),
+        f"{counted(num, 'system')} {'is' if num == 1 else 'are'} absent or broke off.",
+        (Part(table=Table(("system", "what it is", "why"), rows)),),
+        "What a system measured before it broke off is shown workload by workload, not pooled.",
     )
 
 
@@ -74,11 +78,11 @@ def reproduce(results: Results) -> Section:
         "Reproduce it",
         f"Check out {run.commit}, then run these lines." if run.commit else "Run these lines.",
         (
-            Part(code=f"pip install '.[bench]'\nkvboost bench setup\n{_command(results.run)}"),
+            Part(code=f"pip install .\nkvboost bench setup\n{_command(results.run)}"),
             Part(table=Table(("setting", "value"), rows)),
         ),
         "Model, GGUF file and data are files of your own. raw.jsonl has every answer as it was"
-        " measured, results.jsonl what this page is made of."
+        " measured, results.jsonl what this report is made of."
         " An interrupted run goes on where it was.",
     )
 
@@ -89,7 +93,25 @@ def _command(run: Run) -> str:
     words += [f"--{name} {value}" for name, value in files.items() if value]
     words += ["--quick"] if run.is_quick else []
     words += [f"--dtype {run.dtype}", f"--rounds {run.rounds}", f"--seed {run.seed}"]
+    for name, usual in _usual(is_quick=run.is_quick).items():
+        chosen = tuple(run.settings.get(name, usual))
+        words += [] if chosen == usual else [f"--{name}", *chosen]
     return " ".join([*words, "--out bench"])
+
+
+def _usual(*, is_quick: bool) -> dict[str, tuple[str, ...]]:
+    """Return what a run takes when it is not told."""
+    if is_quick:
+        return {
+            "systems": names.QUICK_SYSTEMS,
+            "workloads": names.QUICK_WORKLOADS,
+            "questions": names.QUICK_QUESTIONS,
+        }
+    return {
+        "systems": tuple(systems.SYSTEMS),
+        "workloads": names.WORKLOADS,
+        "questions": names.QUESTIONS,
+    }
 
 
 def clock() -> Section:
@@ -115,6 +137,11 @@ def clock() -> Section:
                     "Answers are greedy and of a fixed length. A ratio is of pairs: the same ask in"
                     " the same round, the system's time over the baseline's. Intervals are 95%"
                     " bootstrap intervals over pairs, and are left out below six pairs.",
+                    "Questions on KVBoost alone (length, share, modes, chunks, memory) are timed in"
+                    " one process that holds both models: ours and bare generate() answer the same"
+                    " prompts in turns, 4 tokens each. Repairs are timed there too, against our own"
+                    " full prefill. Storing, which follows an answer, is not counted in any of"
+                    " these times; memory has it by itself.",
                 )
             ),
         ),

@@ -1,16 +1,18 @@
 """Sections on settings: modes, chunk sizes, chunking strategies, memory, hit rates."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvboost.bench.report import plots
 from kvboost.bench.report.compared import RATIO
-from kvboost.bench.report.fields import drop_empty, table, values
-from kvboost.bench.report.formats import joined, percent, plain, times
+from kvboost.bench.report.fields import TOP1, drop_empty, table, values
+from kvboost.bench.report.formats import counted, joined, percent, plain, times
 from kvboost.bench.report.reading import Results
 from kvboost.bench.report.section import Part, Picture, Section
 
 _Rows = Sequence[Mapping[str, Any]]
+_FOUND = "The found share is the share of the prompt that was taken from the store."
 _MEMORY = ("bits", "tokens", "kv_bytes_per_token", "store_ms", "load_ms", "prefill_ms")
 
 
@@ -29,9 +31,9 @@ def modes(results: Results) -> Section | None:
                 table=table(rows, "mode", "phase", "ttft_ms", "total_ms", "bare_ms", "ratio"),
             ),
         ),
-        "off stores and reuses nothing: what is left of its distance to 1 is the cost of the engine"
-        " itself. exact reuses text only where it stood; auto also moved text; deterministic gives"
-        " up speed for the same bits each time.",
+        "off shows our prefill without reuse; below 1 it is faster than generate() by itself."
+        " exact reuses text only where it stood; auto also moved text; deterministic gives up speed"
+        f" for the same bits each time. {TOP1}",
     )
 
 
@@ -46,7 +48,7 @@ def chunk(results: Results) -> Section | None:
         plots.Line(f"window {plain(window)}", f"shade{number % 4}", _sizes(rows, window))
         for number, window in enumerate(groups)
     ] or [plots.Line("kvboost", "ours", _sizes(rows, None))]
-    x = plots.Scale("tokens of a chunk (log scale)", is_log=True)
+    x = plots.Scale("tokens of a chunk", is_log=True)
     y = plots.Scale("first token, generate() = 1")
     return Section(
         "chunk",
@@ -59,8 +61,7 @@ def chunk(results: Results) -> Section | None:
                 table=table(rows, "chunk_size", "window", "ttft_ms", "bare_ms", "ratio"),
             ),
         ),
-        "Small chunks find more of the prompt and cost more to look up; the found share says how"
-        " much of what could be found was.",
+        f"{_FOUND} {TOP1}",
     )
 
 
@@ -82,8 +83,7 @@ def chunking(results: Results) -> Section | None:
                 table=table(rows, "strategy", "found_share", "ratio", "top1"),
             ),
         ),
-        "The found share is how much of the text that was seen before was found again. A"
-        " strategy without a time is counted only: the engine does not have it.",
+        f"{_FOUND} A strategy without a time is counted only: the engine does not have it. {TOP1}",
     )
 
 
@@ -102,7 +102,7 @@ def memory(results: Results) -> Section | None:
         )
         for number, b in enumerate(values(paid, "bits"))
     ]
-    x = plots.Scale("tokens stored (log scale)", is_log=True)
+    x = plots.Scale("tokens stored", is_log=True)
     y = plots.Scale("returns until it has paid", from_zero=True)
     title = "How often text must come back"
     drawn = (Picture(title, plots.lines(lines, x, y, title)),) if lines else ()
@@ -116,8 +116,8 @@ def memory(results: Results) -> Section | None:
                 table=table(rows, *_MEMORY),
             ),
         ),
-        "Storing costs once, each return saves a prefill less a load. Break-even is the number of"
-        " returns after which storing has paid.",
+        "Storing costs once; each return saves a prefill less what the first token then takes."
+        f" Break-even is the number of returns after which storing has paid. {TOP1}",
     )
 
 
@@ -149,8 +149,8 @@ def hits(results: Results) -> Section | None:
                 table=table(rows, "pattern", "cache_share", fold="All figures"),
             ),
         ),
-        "No model here: the real index and the real eviction under requests for documents that are"
-        " all alike often (uniform), some much more often (zipf), or often soon again (temporal).",
+        "No model here: the real index and the real eviction under requests for documents that come"
+        " equally often (uniform), some much more often (zipf), or often soon again (temporal).",
     )
 
 
@@ -205,12 +205,11 @@ def _memory_takeaway(rows: _Rows, bits: list[Any]) -> str:
         size = own[-1].get("kv_bytes_per_token")
         room = f" (it takes {size / 1024:,.1f} KiB a token)" if size is not None else ""
         if len(paid) < len(own):
-            said.append(f"not always at {b} bits{room}")
+            said.append(f"at {b} bits does not always pay{room}")
             continue
-        most = max(float(row["break_even_requests"]) for row in paid)
-        returns = "one return" if most <= 1 else f"{times(most)} returns at most"
-        said.append(f"at {b} bits after {returns}{room}")
-    return f"Storing has paid {'; '.join(said)}."
+        most = max(1, *(math.ceil(row["break_even_requests"]) for row in paid))
+        said.append(f"at {b} bits has paid after {counted(most, 'return')} at most{room}")
+    return f"Storing {'; '.join(said)}."
 
 
 def _hits_takeaway(rows: _Rows) -> str:

@@ -10,6 +10,9 @@ _Rows = Sequence[Mapping[str, Any]]
 
 # Every line carries these; the section "Reproduce" shows them once.
 _PROVENANCE = ("kind", "question", "model", "dtype", "seed", "machine", "versions", "commit")
+TOP1 = (
+    "top-1 here is agreement with the same model's full prefill in the same dtype, over 4 tokens."
+)
 _TITLES = {
     "ours_ms": "kvboost, ms",
     "bare_ms": "generate(), ms",
@@ -55,13 +58,11 @@ def _is_short(value: Any) -> bool:
 
 def _written(name: str, value: Any) -> str:
     write: Callable[[Any], str] = plain
-    if not isinstance(value, (int, float)):
-        write = plain
-    elif name.endswith("_ms"):
+    if name.endswith("_ms"):
         write = ms
     elif name in ("ratio", "break_even_requests"):
         write = times
-    elif name == "kl" or name.endswith("regret"):
+    elif name == "kl":
         write = nats
     elif name == "top1" or name.endswith(("share", "_rate")):
         write = percent

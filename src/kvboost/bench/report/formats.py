@@ -36,6 +36,17 @@ def between(low: float | None, high: float | None) -> str:
     return NONE if low is None or high is None else f"{times(low)} to {times(high)}"
 
 
+def spread(values: list[float]) -> str:
+    """Write the least and the greatest of ratios, or the one where they are written alike."""
+    low, high = times(min(values)), times(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Write how many there are of something."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def with_interval(measure: Measure | None) -> str:
     """Write the ratio of a measure and its interval."""
     if measure is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvboost.bench.report.formats import between, percent, times
+from kvboost.bench.report.formats import between, counted, percent, times
 from kvboost.bench.report.names import (
     AGAIN,
     BASELINE,
@@ -16,15 +16,17 @@ from kvboost.bench.report.names import (
 from kvboost.bench.report.reading import Measure, Results
 from kvboost.bench.report.section import Part, Row, Section, Table
 
+_QUALITIES = {"top1": "top-1", "score": "right facts"}
+
 
 def is_lost(measure: Measure) -> bool:
-    """Say whether the whole interval, or the ratio where there is none, is above one."""
-    return (measure.ratio if measure.low is None else measure.low) > 1.0
+    """Say whether the whole interval is above one."""
+    return measure.low is not None and measure.low > 1.0
 
 
 def is_won(measure: Measure) -> bool:
-    """Say whether the whole interval, or the ratio where there is none, is below one."""
-    return (measure.ratio if measure.high is None else measure.high) < 1.0
+    """Say whether the whole interval is below one."""
+    return measure.high is not None and measure.high < 1.0
 
 
 def compared(results: Results) -> list[Measure]:
@@ -42,37 +44,45 @@ def losses(results: Results, notes: Sequence[Part]) -> Section | None:
     if not lines and not notes:
         return None
     lost = [m for m in lines if is_lost(m)]
+    slower = [m for m in lines if m.low is None and m.ratio > 1.0]
+    worse = [m for m in _judged(lines) if _is_worse(m)]
     parts = [Part(title="Counted", table=_counts(lines))] if lines else []
     if lost:
-        for system in sorted({m.system for m in lost}, key=system_place):
-            table = _grouped([m for m in lost if m.system == system])
-            parts.append(Part(title=f"What {system} loses", table=table))
+        parts.append(Part(title="What is lost", table=_grouped(lost)))
         parts.append(Part(table=_listed(lost)))
-    worse = _worse_answers(results)
-    if worse is not None:
-        parts.append(Part(title="Answers below generate()'s", table=worse))
+    if slower:
+        fold = f"Slower, too few pairs to say: {counted(len(slower), 'comparison')}"
+        parts.append(Part(table=_grouped(slower, fold)))
+    if worse:
+        parts.append(Part(title="Answers below generate()'s", table=_worse_answers(worse)))
     return Section(
         "losses",
         "Where we lose",
-        _takeaway(lines, lost),
+        _takeaway(lines, lost, worse) if lines else "",
         (*parts, *notes),
         "A comparison is one of our systems against one other on one workload, phase and metric."
-        " It is lost when the whole 95% interval of the ratio is above 1 (or the ratio, where there"
-        f" are too few pairs for an interval), won when it is below. {AGAIN} is left out here:"
-        " it is generate() once more.",
+        " It is lost when the whole 95% interval of the ratio is above 1, won when it is below;"
+        " without an interval (fewer than six pairs) it is undecided. Answers are compared with"
+        f" generate()'s by their top-1 and their right facts. {AGAIN} is left out here: it is"
+        " generate() once more.",
     )
 
 
-def _takeaway(lines: list[Measure], lost: list[Measure]) -> str:
-    if not lost:
-        return f"Of {len(lines)} comparisons none is lost." if lines else ""
-    worst = max(lost, key=lambda m: m.ratio)
-    return (
-        f"{len(lost)} of {len(lines)} comparisons are lost,"
-        f" {sum(map(is_won, lines))} are won. The worst: {worst.system} takes"
-        f" {times(worst.ratio)} times as long as {worst.baseline} to the"
-        f" {METRICS[worst.metric]} on {worst.workload} ({worst.phase})."
+def _takeaway(lines: list[Measure], lost: list[Measure], worse: list[Measure]) -> str:
+    num_won, num_cases = sum(map(is_won, lines)), len(_judged(lines))
+    said = (
+        f"We lose {len(lost)} of {counted(len(lines), 'comparison')} of speed and win {num_won},"
+        f" with {len(lines) - len(lost) - num_won} undecided."
     )
+    if lost:
+        worst = max(lost, key=lambda m: m.ratio)
+        said += (
+            f" The worst: {worst.system} takes {times(worst.ratio)} times as long as"
+            f" {worst.baseline} to the {METRICS[worst.metric]} on {worst.workload} ({worst.phase})."
+        )
+    if not num_cases:
+        return f"{said} No answer was judged."
+    return f"{said} Answers are below generate()'s in {len(worse)} of {num_cases} cases."
 
 
 def _counts(lines: list[Measure]) -> Table:
@@ -86,21 +96,21 @@ def _counts(lines: list[Measure]) -> Table:
     return Table(("ours", "against", "lost", "won", "undecided"), tuple(rows))
 
 
-def _grouped(lost: list[Measure]) -> Table:
-    groups: dict[tuple[str, str, str], list[Measure]] = {}
-    for m in lost:
-        groups.setdefault((m.baseline, m.phase, m.metric), []).append(m)
-    rows = []
-    for (peer, phase, metric), group in sorted(groups.items(), key=lambda g: _group_place(g[0])):
-        worst_first = sorted(group, key=lambda m: -m.ratio)
-        where = ", ".join(f"{m.workload} {times(m.ratio)}" for m in worst_first)
-        rows.append(Row((peer, f"{phase}, {METRICS[metric]}", where)))
-    return Table(("against", "when", "where, and how many times as long"), tuple(rows))
+def _grouped(lines: list[Measure], fold: str = "") -> Table:
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    for m in sorted(lines, key=lambda m: -m.ratio):
+        group = groups.setdefault((m.system, m.baseline, m.phase, m.metric), [])
+        group.append(f"{m.workload} {times(m.ratio)}")
+    rows = tuple(
+        Row((system, peer, f"{phase}, {METRICS[metric]}", ", ".join(where)))
+        for (system, peer, phase, metric), where in sorted(groups.items(), key=_group_place)
+    )
+    return Table(("ours", "against", "when", "where, and how many times as long"), rows, fold)
 
 
-def _group_place(group: tuple[str, str, str]) -> tuple[object, ...]:
-    peer, phase, metric = group
-    return (system_place(peer), place(phase, PHASES), metric != "ttft")
+def _group_place(item: tuple[tuple[str, str, str, str], list[str]]) -> tuple[object, ...]:
+    system, peer, phase, metric = item[0]
+    return (system_place(system), system_place(peer), place(phase, PHASES), metric != "ttft")
 
 
 def _listed(lost: list[Measure]) -> Table:
@@ -124,23 +134,36 @@ def _listed(lost: list[Measure]) -> Table:
     return Table(columns, rows, f"All {len(rows)} lost comparisons with their intervals")
 
 
-def _worse_answers(results: Results) -> Table | None:
-    groups: dict[tuple[str, str], list[str]] = {}
-    for m in sorted(results.measures, key=lambda m: (m.top1 or 0) - (m.baseline_top1 or 0)):
-        if m.system not in OURS or (m.baseline, m.metric) != (BASELINE, "ttft"):
-            continue
-        if m.workload == POOLED or m.top1 is None or m.baseline_top1 is None:
-            continue
-        if m.top1 < m.baseline_top1:
-            said = f"{m.workload} {percent(m.top1)} ({percent(m.baseline_top1)})"
-            groups.setdefault((m.system, m.phase), []).append(said)
-    rows = [
-        Row((system, phase, ", ".join(where)))
-        for (system, phase), where in sorted(groups.items(), key=lambda g: _answers_place(g[0]))
+def _judged(lines: list[Measure]) -> list[Measure]:
+    """Return a line for each case whose answers were judged beside generate()'s."""
+    return [
+        m
+        for m in lines
+        if (m.baseline, m.metric) == (BASELINE, "ttft") and None not in (m.top1, m.baseline_top1)
     ]
-    columns = ("ours", "phase", "where: top-1 (generate()'s), the widest gap first")
-    return Table(columns, tuple(rows)) if rows else None
 
 
-def _answers_place(group: tuple[str, str]) -> tuple[object, ...]:
-    return (system_place(group[0]), place(group[1], PHASES))
+def _gap(measure: Measure, name: str) -> float:
+    """Return how far a quality is below generate()'s; nothing where it is not known."""
+    own, other = getattr(measure, name), getattr(measure, f"baseline_{name}")
+    return 0.0 if own is None or other is None else float(other - own)
+
+
+def _is_worse(measure: Measure) -> bool:
+    return any(_gap(measure, name) > 0 for name in _QUALITIES)
+
+
+def _worse_answers(worse: list[Measure]) -> Table:
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for name, title in _QUALITIES.items():
+        for m in sorted(worse, key=lambda m: -_gap(m, name)):
+            if _gap(m, name) > 0:
+                own, other = (percent(getattr(m, n)) for n in (name, f"baseline_{name}"))
+                where = groups.setdefault((m.system, m.phase, title), [])
+                where.append(f"{m.workload} {own} ({other})")
+    rows = tuple(Row((*key, ", ".join(groups[key]))) for key in sorted(groups, key=_answers_place))
+    return Table(("ours", "phase", "of", "where: ours (generate()'s), the widest gap first"), rows)
+
+
+def _answers_place(group: tuple[str, str, str]) -> tuple[object, ...]:
+    return (system_place(group[0]), place(group[1], PHASES), group[2] != "top-1")

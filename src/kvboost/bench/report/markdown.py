@@ -2,18 +2,17 @@
 
 from pathlib import Path
 
-from kvboost.bench.report.compared import quality, time_cell
-from kvboost.bench.report.formats import percent
-from kvboost.bench.report.names import AGAIN, POOLED
+from kvboost.bench.report.compared import quality
+from kvboost.bench.report.formats import NONE, times
+from kvboost.bench.report.names import AGAIN, BASELINE, PHASES, POOLED
 from kvboost.bench.report.reading import Results, read_results
 from kvboost.bench.report.section import Part, Row, Section, Table
 
 
 def markdown(results: Results, sections: list[Section]) -> str:
     """Return the report without its pictures."""
-    return (
-        "\n\n".join([f"# KVBoost benchmark: {results.run.model}", *map(_section, sections)]) + "\n"
-    )
+    head = [f"# KVBoost benchmark: {results.run.model}", "The pictures are in report.html."]
+    return "\n\n".join([*head, *map(_section, sections)]) + "\n"
 
 
 def readme_table(results: Path) -> str:
@@ -23,21 +22,24 @@ def readme_table(results: Path) -> str:
         results: The file results.jsonl.
     """
     read = read_results(results)
-    asked = (
-        ("warm", "ttft", "first token, warm"),
-        ("moved", "ttft", "first token, moved"),
-        ("cold", "ttft", "first token, cold"),
-        ("warm", "total", "whole answer, warm"),
-    )
-    columns = ("ms (ratio to generate())", *(title for _, _, title in asked))
+    asked = [(phase, "ttft") for phase in PHASES] + [("warm", "total")]
+    columns = ["time, generate() = 1", "first token: cold", "warm", "moved", "whole answer: warm"]
     rows = []
     for system in read.measured:
         if system == AGAIN:
             continue
-        times = [time_cell(read, POOLED, phase, metric, system) for phase, metric, _ in asked]
-        top1 = [percent(quality(read, POOLED, phase, system)) for phase in ("warm", "moved")]
-        rows.append(Row((read.title(system), *times, *top1)))
-    return _table(Table((*columns, "top-1, warm", "top-1, moved"), tuple(rows)))
+        ratios = [_ratio(read, phase, metric, system) for phase, metric in asked]
+        top1 = [quality(read, POOLED, phase, system) for phase in PHASES]
+        shares = " / ".join(NONE if each is None else f"{100 * each:.1f}" for each in top1)
+        rows.append(Row((read.title(system), *ratios, shares)))
+    return _table(Table((*columns, f"top-1, %: {' / '.join(PHASES)}"), tuple(rows)))
+
+
+def _ratio(results: Results, phase: str, metric: str, system: str) -> str:
+    if system == BASELINE:
+        return times(1.0) if results.bare(POOLED, phase, metric) else NONE
+    line = results.find(POOLED, phase, metric, system)
+    return times(line.ratio) if line else NONE
 
 
 def _section(section: Section) -> str:
@@ -46,10 +48,13 @@ def _section(section: Section) -> str:
 
 
 def _part(part: Part) -> str:
-    pieces = [f"### {part.title}" if part.title else "", *part.text]
-    pieces.append(f"```\n{part.code}\n```" if part.code else "")
-    pieces.append(_table(part.table) if part.table else "")
-    return "\n\n".join(piece for piece in pieces if piece)
+    """Return a part; nothing if it has only pictures."""
+    pieces = [*part.text, f"```\n{part.code}\n```" if part.code else ""]
+    if part.table:
+        pieces += [f"{part.table.fold}:" if part.table.fold else "", _table(part.table)]
+    shown = [piece for piece in pieces if piece]
+    title = [f"### {part.title}"] if part.title and shown else []
+    return "\n\n".join([*title, *shown])
 
 
 def _table(table: Table) -> str:

@@ -8,6 +8,7 @@ AGAIN = "transformers-again"
 POOLED = "all"
 MAIN = "kvboost-auto"
 OURS = systems.OURS
+COMPARED_WITH_ALL = ("kvboost-exact", "kvboost-auto")
 SYSTEMS = (*OURS, *(name for name in systems.SYSTEMS if name not in OURS))
 PHASES = ("cold", "warm", "moved")
 PHASE_MEANINGS = {

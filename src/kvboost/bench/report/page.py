@@ -36,7 +36,8 @@ def page(results: Results, sections: list[Section]) -> str:
 
 
 def _section(section: Section) -> str:
-    reading = f'<p class="reading">{_prose(section.reading)}</p>' if section.reading else ""
+    text = " ".join(piece for piece in (section.reading, section.drawn) if piece)
+    reading = f'<p class="reading">{_prose(text)}</p>' if text else ""
     return (
         f'<section id="{section.slug}">\n<h2>{escape(section.title)}</h2>\n'
         f'<p class="takeaway">{_prose(section.takeaway)}</p>\n'

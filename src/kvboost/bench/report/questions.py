@@ -5,13 +5,20 @@ from typing import Any
 
 from kvboost.bench.report import plots
 from kvboost.bench.report.compared import quality
-from kvboost.bench.report.fields import drop_empty, table, values
-from kvboost.bench.report.formats import joined, percent, times
+from kvboost.bench.report.fields import TOP1, drop_empty, table, values
+from kvboost.bench.report.formats import joined, percent, spread, times
 from kvboost.bench.report.names import AGAIN, BASELINE, PHASES, POOLED, family, place
 from kvboost.bench.report.reading import Results
 from kvboost.bench.report.section import Part, Picture, Section
+from kvboost.config import Options
 
 _Rows = Sequence[Mapping[str, Any]]
+_REPAIRS = (
+    "A repair is the share of moved tokens that is computed again; none computes none of them,"
+    " heads only the first tokens of each piece. A full prefill is our own with reuse off. KL is"
+    " how far the distribution of the next token is from that of a full prefill, in nats; top-1 how"
+    " often both choose the same token: the same model in the same dtype, over 16 tokens."
+)
 _TOKENS = plots.Scale("tokens of the prompt", is_log=True)
 
 
@@ -35,14 +42,13 @@ def frontier(results: Results) -> Section | None:
         "Quality against speed",
         _frontier_takeaway(rows),
         tuple(parts),
-        "Up and to the left is better: faster at the same quality. A label of a repair is the share"
-        " of moved tokens that is computed again. KL is how far the distribution of the next token"
-        " is from that of a full prefill, in nats; top-1 how often both choose the same token.",
+        _REPAIRS if rows else "",
+        "Up and to the left is better: faster at the same quality.",
     )
 
 
 def _system_pictures(results: Results) -> tuple[Picture, ...]:
-    x = plots.Scale("first token, generate() = 1 (log scale)", is_log=True, mark=1.0)
+    x = plots.Scale("first token, generate() = 1", is_log=True, mark=1.0)
     systems = [s for s in results.measured if s != AGAIN]
     keys = [(f"{number} {name}", family(name)) for number, name in enumerate(systems, 1)]
     made = []
@@ -67,7 +73,7 @@ def _frontier_pictures(rows: _Rows) -> tuple[Picture, ...]:
     made = []
     for name, y, factor in (
         ("top1", plots.Scale("top-1, %"), 100),
-        ("kl", plots.Scale("KL, nats (log scale)", is_log=True), 1),
+        ("kl", plots.Scale("KL, nats", is_log=True), 1),
     ):
         known = drop_empty(ordered, name)
         # A distance of nothing (everything computed again) has no place on a log scale.
@@ -85,19 +91,17 @@ def _frontier_pictures(rows: _Rows) -> tuple[Picture, ...]:
 
 def _frontier_takeaway(rows: _Rows) -> str:
     if not rows:
-        return "What each system pays in quality for its speed."
+        return "Top-1 beside time: the figures are those of all workloads together."
+    usual = str(Options().recompute_ratio)
     fast = min(rows, key=lambda row: row["ratio"])
-    best = max(rows, key=lambda row: (row["top1"], -row["ratio"]))
-    said = (
-        f"On moved documents repair {fast['repair']} is the fastest ({times(fast['ratio'])} of a"
-        f" full prefill) and agrees with it on {percent(fast['top1'])} of tokens"
-    )
-    if fast is best:
-        return f"{said}; no other repair agrees more."
-    return (
-        f"{said}; repair {best['repair']} reaches {percent(best['top1'])}"
-        f" at {times(best['ratio'])}."
-    )
+    chosen = [row for row in rows if row["repair"] == usual and row is not fast]
+    named = [(f"the default repair {usual}", row) for row in chosen]
+    said = [
+        f"{name} takes {times(row['ratio'])} of a full prefill's time and agrees with it on"
+        f" {percent(row['top1'])} of tokens"
+        for name, row in [*named, (f"repair {fast['repair']}, the fastest,", fast)]
+    ]
+    return f"On moved documents {'; '.join(said)}."
 
 
 def length(results: Results) -> Section | None:
@@ -105,7 +109,7 @@ def length(results: Results) -> Section | None:
     rows = drop_empty(results.asked("length"), "tokens", "ours_ms", "bare_ms", "ratio")
     if not rows:
         return None
-    pictures = []
+    pictures, said = [], []
     for phase in _phases(rows):
         own = _of(rows, phase)
         series = [
@@ -115,16 +119,18 @@ def length(results: Results) -> Section | None:
                 ("generate()", "transformers", "bare_ms"),
             )
         ]
-        y = plots.Scale("first token, ms (log scale)", is_log=True)
+        cost = f"new text takes {spread([row['ratio'] for row in own])} of generate()'s time"
+        said.append(cost if phase == "cold" else f"{phase} {_helps(own, 'tokens')}")
+        y = plots.Scale("first token, ms", is_log=True)
         pictures.append(Picture(phase, plots.lines(series, _TOKENS, y, f"{phase} by length")))
-    said = [f"{phase} {_from(_of(rows, phase), 'tokens', _tokens)}" for phase in _phases(rows)]
     figures = table(rows, "phase", "tokens", "ours_ms", "bare_ms", "ratio", fold="All figures")
     return Section(
         "length",
         "By prompt length",
-        f"When does it help on this machine? First token, by length: {'; '.join(said)}.",
+        f"To the first token {'; '.join(said)}.",
         (Part(pictures=tuple(pictures), table=figures),),
-        "Where the lines cross, reuse begins to pay. Both axes are logarithmic.",
+        TOP1,
+        "Where the lines cross, reuse begins to pay.",
     )
 
 
@@ -142,7 +148,7 @@ def share(results: Results) -> Section | None:
             if own:
                 points = tuple((100 * row["share"], row["ratio"]) for row in own)
                 series.append(plots.Line(_tokens(tokens), f"shade{number % 4}", points))
-                said.append(f"{phase} at {_tokens(tokens)} {_from(own, 'share', _share)}")
+                said.append(f"{phase} at {_tokens(tokens)} {_helps(own, 'share')}")
         x, y = plots.Scale("share reused, %"), plots.Scale("time, generate() = 1", mark=1.0)
         pictures.append(Picture(phase, plots.lines(series, x, y, f"{phase} by share")))
     figures = table(
@@ -151,29 +157,34 @@ def share(results: Results) -> Section | None:
     return Section(
         "share",
         "By share of the prompt that is reused",
-        f"Reuse is faster: {'; '.join(said)}.",
+        f"To the first token {'; '.join(said)}.",
         (Part(pictures=tuple(pictures), table=figures),),
+        TOP1,
         "The strong line is break-even: below it reuse is faster than generate(). What lies left of"
-        " the crossing is overhead: looking up, loading and storing for too little gain.",
+        " the crossing is overhead: looking up and loading for too little gain.",
     )
 
 
-def _from(rows: _Rows, name: str, write: Any) -> str:
-    ordered = sorted(rows, key=lambda row: row[name])
-    first = next((n for n, row in enumerate(ordered) if row["ratio"] < 1.0), None)
-    if first is None:
-        return f"never up to {write(ordered[-1][name])}"
-    later = [write(row[name]) for row in ordered[first:] if row["ratio"] >= 1.0]
-    but = f", though not at {joined(later)}" if later else ""
-    return f"from {write(ordered[first][name])} on{but}"
+def _helps(rows: _Rows, name: str) -> str:
+    """Say where reuse is faster: from its last crossing on, an earlier one was luck."""
+    ordered = sorted(rows, key=lambda row: float(row[name]))
+    is_share = name == "share"
+    said = [f"{100 * r[name]:.3g}%" if is_share else f"{r[name]:,.0f}" for r in ordered]
+    what, unit = ("share", "") if is_share else ("length", " tokens")
+    ends = f"{' to '.join(dict.fromkeys((said[0], said[-1])))}{unit}"
+    slower = [n for n, row in enumerate(ordered) if row["ratio"] >= 1.0]
+    if not slower:
+        return f"is faster than generate() at every {what} measured ({ends})"
+    if len(slower) == len(said):
+        return f"is not faster than generate() at any {what} measured ({ends})"
+    if slower[-1] == len(said) - 1:
+        faster = joined([each for n, each in enumerate(said) if n not in slower])
+        return f"is not reliably faster than generate(): only at {faster}{unit}"
+    return f"is faster than generate() from {said[slower[-1] + 1]}{unit} on"
 
 
 def _tokens(value: float) -> str:
     return f"{value:,.0f} tokens"
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.3g}%"
 
 
 def _phases(rows: _Rows) -> list[str]:

@@ -33,7 +33,6 @@ class Run:
     commit: str = "?"
     date: str = "?"
     machine: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     is_quick: bool = False
 
@@ -73,11 +72,8 @@ class Measure:
     pairs: int = 0
     top1: float | None = None
     baseline_top1: float | None = None
-    regret: float | None = None
-    baseline_regret: float | None = None
     score: float | None = None
     baseline_score: float | None = None
-    cached_share: float | None = None
     prompt_tokens: float | None = None
 
 

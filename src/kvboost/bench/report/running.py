@@ -1,7 +1,7 @@
 """Sections on where the time goes, on traffic, and on the noise of the machine."""
 
 from kvboost.bench.report import plots
-from kvboost.bench.report.formats import ms, percent, times, with_interval
+from kvboost.bench.report.formats import joined, ms, percent, times, with_interval
 from kvboost.bench.report.names import (
     AGAIN,
     METRICS,
@@ -39,9 +39,9 @@ def stages(results: Results) -> Section | None:
         "Where the time goes",
         _stages_takeaway(lines),
         tuple(parts),
-        "Stages follow each other, so a row is one answer from left to right (medians). The covered"
-        " share is the sum of the stages over the wall clock: what is missing is time nobody has"
-        " named.",
+        "Stages follow each other. Each cell is a median of its own, so a row need not add up to"
+        " its total. The covered share is the sum of an answer's stages over its wall clock: what"
+        " is missing is time nobody has named.",
     )
 
 
@@ -50,7 +50,8 @@ def _waterfall(lines: list[Stages], names: list[str], phase: str) -> Picture:
     rows = []
     for one in lines:
         pieces = [(f"stage-{n}", one.stages_ms.get(n, 0.0)) for n in names]
-        pieces.append(("stage-rest", max(0.0, one.total_ms - sum(v for _, v in pieces))))
+        rest = 0.0 if one.covered is None else (1.0 - one.covered) * one.total_ms
+        pieces.append(("stage-rest", rest))
         rows.append(
             plots.Stack(one.workload, tuple(p for p in pieces if p[1] > 0), ms(one.total_ms))
         )
@@ -87,7 +88,8 @@ def _stages_takeaway(all_lines: tuple[Stages, ...]) -> str:
             sums[name] = sums.get(name, 0.0) + value / len(lines)
     most = max(sums, key=lambda name: sums[name])
     share = sums[most] / (sum(sums.values()) or 1.0)
-    said = f"Most of the time goes to {most} ({percent(share)})"
+    part = "Most" if share > 0.5 else "The largest part"
+    said = f"{part} of the time goes to {most} ({percent(share)})"
     if covered and least:
         mean = sum(covered) / len(covered)
         said += f"; stages cover {percent(mean)} of the wall clock, {percent(min(least))} at least"
@@ -108,7 +110,7 @@ def traffic(results: Results) -> Section | None:
         for t in lines:
             p50, p95 = (float(getattr(t, field)) for field in fields)
             rows.append(plots.Bar(t.system, family(t.system), p50, p50, p95, ms(p50)))
-        scale = plots.Scale("ms (log scale)", is_log=True)
+        scale = plots.Scale("ms", is_log=True)
         pictures.append(Picture(title, plots.bars(rows, scale, title)))
     columns = ("system", "first token p50, ms", "p95", "whole answer p50, ms", "p95", "all, s")
     table_rows = tuple(
@@ -135,8 +137,9 @@ def traffic(results: Results) -> Section | None:
         f"Of {lines[0].requests} requests that arrive by one plan, {fastest[0].system} has the"
         f" lowest p95 of the first token, {ms(fastest[0].ttft_p95_ms)} ms{own}.",
         (Part(pictures=tuple(pictures), table=Table((*columns, "repeats"), table_rows)),),
-        "A request's clock starts when it arrives, so waiting in a queue counts. The dot is the"
-        " median, the end of the line the 95th percentile.",
+        "A request's clock starts when it arrives, so waiting in a queue counts. p50 is the median,"
+        f" p95 the 95th percentile: of {lines[0].requests} requests that is about the slowest one.",
+        "The dot is the median, the end of the line the 95th percentile.",
     )
 
 
@@ -161,13 +164,10 @@ def noise(results: Results) -> Section | None:
         if bars:
             scale = plots.Scale("generate() again, generate() = 1", is_log=True, mark=1.0)
             pictures.append(Picture(until.capitalize(), plots.bars(bars, scale, f"noise, {until}")))
-    worst = max(lines, key=lambda m: abs(m.ratio - 1.0))
     return Section(
         "noise",
         "Noise floor",
-        f"generate() against itself differs by {percent(_pooled_noise(lines))} pooled"
-        f" and by {percent(abs(worst.ratio - 1.0))} at worst ({worst.workload}, {worst.phase},"
-        f" {METRICS[worst.metric]}): smaller differences on this page mean nothing.",
+        _noise_takeaway(lines),
         (
             Part(
                 pictures=tuple(pictures),
@@ -182,11 +182,18 @@ def noise(results: Results) -> Section | None:
     )
 
 
-def _pooled_noise(lines: list[Measure]) -> float | None:
-    pooled = [abs(m.ratio - 1.0) for m in lines if m.workload == POOLED] or [
-        sum(abs(m.ratio - 1.0) for m in lines) / len(lines)
-    ]
-    return max(pooled)
+def _noise_takeaway(lines: list[Measure]) -> str:
+    said = []
+    for where, is_pooled in (("over all workloads together", True), ("on a single one", False)):
+        own = [m for m in lines if (m.workload == POOLED) == is_pooled]
+        if own:
+            worst = max(own, key=lambda m: abs(m.ratio - 1.0))
+            names = [*([] if is_pooled else [worst.workload]), worst.phase, METRICS[worst.metric]]
+            said.append(f"{percent(abs(worst.ratio - 1.0))} at most {where} ({', '.join(names)})")
+    return (
+        f"The ratio of generate() to itself is off 1 by {joined(said)}: smaller differences in this"
+        " report mean nothing."
+    )
 
 
 def _measure_place(m: Measure) -> tuple[object, ...]:

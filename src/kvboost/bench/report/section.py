@@ -49,6 +49,7 @@ class Section:
         takeaway: One sentence or two, computed from the data.
         parts: What is shown.
         reading: How to read it.
+        drawn: How to read its pictures, for files that have them.
     """
 
     slug: str
@@ -56,3 +57,4 @@ class Section:
     takeaway: str
     parts: tuple[Part, ...]
     reading: str = ""
+    drawn: str = ""

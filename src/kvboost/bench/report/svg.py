@@ -25,7 +25,7 @@ def line(x1: float, y1: float, x2: float, y2: float, css: str) -> str:
 def box(x: float, y: float, width: float, height: float, css: str) -> str:
     """Draw a filled rectangle."""
     size = f'width="{max(width, 0.5):.1f}" height="{height:.1f}"'
-    return f'<rect class="fill {css}" x="{x:.1f}" y="{y:.1f}" {size}/>'
+    return f'<rect class="fill {escape(css)}" x="{x:.1f}" y="{y:.1f}" {size}/>'
 
 
 def dot(x: float, y: float, css: str, radius: float = 3.5) -> str:
@@ -51,7 +51,8 @@ def x_axis(axis: Axis, top: float, bottom: float, title: str) -> list[str]:
     ticks = _apart(axis, widest)
     marks = [line(axis.at(t), top, axis.at(t), bottom, "grid") for t in ticks]
     marks += [words(axis.at(t), bottom + 13, label(t), "tick", "middle") for t in ticks]
-    return [*marks, words((axis.start + axis.end) / 2, bottom + 28, title, "axis", "middle")]
+    middle = (axis.start + axis.end) / 2
+    return [*marks, words(middle, bottom + 28, _titled(axis, title), "axis", "middle")]
 
 
 def y_axis(axis: Axis, left: float, right: float, title: str) -> list[str]:
@@ -59,7 +60,11 @@ def y_axis(axis: Axis, left: float, right: float, title: str) -> list[str]:
     ticks = _apart(axis, 16)
     marks = [line(left, axis.at(t), right, axis.at(t), "grid") for t in ticks]
     marks += [words(left - 5, axis.at(t) + 4, label(t), "tick", "end") for t in ticks]
-    return [*marks, words(2, 10, title, "axis")]
+    return [*marks, words(2, 10, _titled(axis, title), "axis")]
+
+
+def _titled(axis: Axis, title: str) -> str:
+    return f"{title} (log scale)" if axis.is_log else title
 
 
 def _apart(axis: Axis, least: float) -> list[float]:

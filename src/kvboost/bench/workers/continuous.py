@@ -83,6 +83,7 @@ class Continuous(loop.System):
             generation_config=bare.greedy(1), continuous_batching_config=self._config
         )
         self._manager.start()
+        self._collect([self._submit([0], 1)])  # its pages are made with its first step
 
     def _submit(self, tokens: list[int], num_new: int) -> str:
         self._count += 1
