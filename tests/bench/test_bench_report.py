@@ -410,8 +410,8 @@ def test_readme_table_has_systems_as_rows(tmp_path):
     report_results.write(tmp_path, lines)
     table = readme_table(tmp_path / "results.jsonl").splitlines()
     top1 = f"{NONE} / 98.0 / 98.0"
-    assert table[2] == rf"| KVBoost \| auto | {NONE} | 0.20 | 0.30 | {NONE} | {top1} |"
-    assert table[3].startswith(f"| transformers | {NONE} | 1.00 | 1.00 | {NONE} |")
+    assert table[2] == rf"| KVBoost \| auto | {NONE} | 100 (0.20) | 150 (0.30) | {NONE} | {top1} |"
+    assert table[3].startswith(f"| transformers | {NONE} | 500 (1.00) | 500 (1.00) | {NONE} |")
     assert len(table) == 4
 
 

@@ -53,7 +53,7 @@ class Script:
             return
         with ExitStack() as stack:
             workers: dict[str, WorkerProcess] = {}
-            stack.callback(lambda: [worker.close() for worker in workers.values()])
+            stack.callback(_close, workers)
             self._start([SYSTEMS[name] for name in SYSTEMS if name in names], workers)
             bar = stack.enter_context(_bar(len(jobs) + len(wanted), "measuring"))
             for session, round_number, system in jobs:
@@ -257,6 +257,11 @@ class Script:
     def _note(self, *, kind: str, system: System, **what: Any) -> None:
         line = {"kind": kind, "system": system.name, "title": system.title, **what}
         records.append(self._raw, [line])
+
+
+def _close(workers: dict[str, WorkerProcess]) -> None:
+    for worker in workers.values():
+        worker.close()
 
 
 def job_key(session: Session, round_number: int, system: System) -> str:

@@ -23,23 +23,24 @@ def readme_table(results: Path) -> str:
     """
     read = read_results(results)
     asked = [(phase, "ttft") for phase in PHASES] + [("warm", "total")]
-    columns = ["time, generate() = 1", "first token: cold", "warm", "moved", "whole answer: warm"]
+    columns = ["ms (generate() = 1)", "first token: cold", "warm", "moved", "whole answer: warm"]
     rows = []
     for system in read.measured:
         if system == AGAIN:
             continue
-        ratios = [_ratio(read, phase, metric, system) for phase, metric in asked]
+        ratios = [_time(read, phase, metric, system) for phase, metric in asked]
         top1 = [quality(read, POOLED, phase, system) for phase in PHASES]
         shares = " / ".join(NONE if each is None else f"{100 * each:.1f}" for each in top1)
         rows.append(Row((read.title(system), *ratios, shares)))
     return _table(Table((*columns, f"top-1, %: {' / '.join(PHASES)}"), tuple(rows)))
 
 
-def _ratio(results: Results, phase: str, metric: str, system: str) -> str:
+def _time(results: Results, phase: str, metric: str, system: str) -> str:
     if system == BASELINE:
-        return times(1.0) if results.bare(POOLED, phase, metric) else NONE
+        bare = results.bare(POOLED, phase, metric)
+        return f"{bare.baseline_ms:,.0f} ({times(1.0)})" if bare else NONE
     line = results.find(POOLED, phase, metric, system)
-    return times(line.ratio) if line else NONE
+    return f"{line.system_ms:,.0f} ({times(line.ratio)})" if line else NONE
 
 
 def _section(section: Section) -> str:
