@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -49,8 +50,28 @@ def prometheus(telemetry: Telemetry, tmp_path: Path) -> Iterator[str]:
         config.write_text(CONFIG.format(port=scraped))
         command = [program, f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}"]
         server = Server([*command, f"--web.listen-address=127.0.0.1:{port}"], port)
-        yield f"http://127.0.0.1:{port}"
+        url = f"http://127.0.0.1:{port}"
+        wait_until_ready(url)
+        yield url
         server.kill()
+
+
+def is_ready(prometheus: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{prometheus}/-/ready").close()
+    except urllib.error.HTTPError as error:
+        if error.code != 503:
+            raise
+        return False
+    return True
+
+
+def wait_until_ready(prometheus: str) -> None:
+    """Prometheus takes connections before it takes queries: until then it answers 503."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_ready(prometheus):
+        assert time.monotonic() < deadline, "Prometheus does not start"
+        time.sleep(0.2)
 
 
 def found(prometheus: str, expression: str) -> list[Any]:
