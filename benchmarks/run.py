@@ -23,6 +23,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "scr
 from transformers.utils import logging
 
 import eviction
+import fleet
 import footprint
 import found
 import fuzz
@@ -37,6 +38,7 @@ import pieces
 import quality
 import quantised
 import restart
+import scale
 import shared
 import soak
 import speculation
@@ -65,6 +67,7 @@ QUESTIONS = {
     "isolation": isolation,
     "shared": shared,
     "eviction": eviction,
+    "scale": scale,
     "footprint": footprint,
     "throughput": throughput,
     "stalls": stalls,
@@ -73,6 +76,7 @@ QUESTIONS = {
     "fuzz": fuzz,
     "streaming": streaming,
     "vllm": inside_vllm,
+    "fleet": fleet,
 }
 
 
@@ -85,7 +89,7 @@ def main() -> None:
     for name, module in QUESTIONS.items():
         command = commands.add_parser(name, help=module.__doc__, description=module.__doc__)
         command.add_argument("--rounds", type=int, default=5)
-        if module not in (eviction, footprint, shared, soak, fuzz, streaming):
+        if module not in (eviction, footprint, scale, shared, soak, fuzz, streaming):
             command.add_argument("--model", nargs="+", help="names or folders (default: SmolLM2)")
             command.add_argument("--dtype", default="fp32", choices=["bf16", "fp16", "fp32"])
         module.add_arguments(command)

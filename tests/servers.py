@@ -48,8 +48,8 @@ def free_port() -> int:
 class Server:
     """A process that listens on `port`; it is started again on the same one."""
 
-    def __init__(self, command: Sequence[str], port: int) -> None:
-        self._command, self.port = command, port
+    def __init__(self, command: Sequence[str], port: int, host: str = "127.0.0.1") -> None:
+        self._command, self.port, self._host = command, port, host
         self.start()
 
     def start(self) -> None:
@@ -64,7 +64,7 @@ class Server:
             time.sleep(0.02)
 
     def _listens(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+        with contextlib.suppress(OSError), socket.create_connection((self._host, self.port), 1):
             return True
         return False
 

@@ -14,13 +14,17 @@ PARTS = {
     "weights": "weights",
     "connectors": "connectors",
     "bench": "bench",
+    "analyze": "fleet",
+    "fleet": "fleet",
+    "routing": "fleet",
 }
 MAX_LINES = {
-    "library": 8_750,
-    "application": 3_700,
+    "library": 8_800,
+    "application": 3_900,
     "weights": 800,
-    "connectors": 1_600,
+    "connectors": 1_700,
     "bench": 5_300,
+    "fleet": 1_800,
 }
 
 

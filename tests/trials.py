@@ -65,6 +65,7 @@ class Trial:
 
     def __init__(self, engine: KVBoost, tier: str) -> None:
         self.engine, self.tier = engine, tier
+        self.longest_s = 0.0  # of the requests of a run
         self._num_new = 0
 
     def stats(self) -> dict[str, Any]:
@@ -100,6 +101,7 @@ class Trial:
         with ThreadPoolExecutor(num_clients) as clients:
             outcomes = list(clients.map(ask, range(NUM_REQUESTS)))
         right, times_s = sum(right for right, _ in outcomes), [time_s for _, time_s in outcomes]
+        self.longest_s = max(times_s)
         self.tell(title, times_s, right, calm_s)
         assert right == NUM_REQUESTS
         return statistics.median(times_s)

@@ -232,6 +232,16 @@ class Rotation:
     layout: Literal["half", "interleaved"]
 
 
+class StoreListener(Protocol):
+    """Is told what can be found in a store, by the thread that changes it: must not wait."""
+
+    def added(self, key: bytes, tokens: bytes, parent: bytes | None) -> None:
+        """A chunk can be found now; `parent` is the key of the one that it follows."""
+
+    def removed(self, key: bytes) -> None:
+        """A chunk cannot be found any more."""
+
+
 class Grammar(Protocol):
     """What the tokens of one answer must form. Used by one thread."""
 

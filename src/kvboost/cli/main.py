@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvboost import __version__
-from kvboost.cli import bench, cache, doctor, explain, keys, serve, top
+from kvboost.cli import analyze, bench, cache, doctor, explain, keys, serve, top
 from kvboost.errors import KVBoostError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in (serve, top, explain, cache, keys, bench, doctor):
+    for command in (serve, top, explain, cache, keys, bench, doctor, analyze):
         command.add_parser(commands)
     options = parser.parse_args(arguments)
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost.build import build
 from kvboost.config import check_reuse, make_options
-from kvboost.core import ReuseMode, Sampling
+from kvboost.core import ReuseMode, Sampling, StoreListener
 from kvboost.engine.batch.arguments import sampling_of
 from kvboost.engine.batch.front import BatchFront
 from kvboost.engine.batch.member import Listener
@@ -78,10 +78,7 @@ class KVBoost:
         self._worker = Worker()
         try:
             host = partial(
-                HFModel,
-                model,
-                strict=self._options.strict,
-                prepacked=self._options.prepack_weights,
+                HFModel, model, strict=self._options.strict, prepacked=self._options.prepack_weights
             )
             hosted = self._worker.call(host)
         except KVBoostError:
@@ -379,6 +376,10 @@ class KVBoost:
     def contents(self) -> Contents:
         """What is stored: to look at, to pin and to delete."""
         return Contents(self._parts, self.tokenizer, self._worker)
+
+    def watch(self, listener: StoreListener) -> None:
+        """Tell `listener` of all that is stored, and from now on of what comes and goes."""
+        self._parts.store.index.watch(listener)
 
     def flush(self) -> None:
         """Wait until what earlier calls computed is stored and their audits are done."""

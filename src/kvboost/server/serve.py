@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import uvicorn
 
@@ -100,25 +100,48 @@ ABOUT = "Serves a model with OpenAI's API. An option is taken from its flag, els
 variable, else from the file of --config."
 
 
+class Loaded(NamedTuple):
+    """All that an application is made of besides its options."""
+
+    engine: KVBoost
+    model: Served
+    keys: KeyRing
+    grammars: Grammars
+
+
 def run(flags: argparse.Namespace) -> int:
     """Load the model and serve it until a signal ends that."""
+    options, engine_options = read_options(vars(flags), os.environ)
+    configure(options.log_format)
+    bound = _bind(options)  # a port that is taken is known before a model is loaded
+    engine, model, keys, grammars = load(options, engine_options)
+    try:
+        return serve(engine, options, grammars, model=model, keys=keys, bound=bound)
+    finally:
+        engine.close()
+
+
+def load(options: ServerOptions, engine_options: Options) -> Loaded:
+    """Read the keys, load the model and warm what is to be warm.
+
+    Raises:
+        KVBoostError: something of it cannot be had.
+        OSError: a file cannot be read.
+    """
     from kvboost.server.grammar import Grammars  # noqa: PLC0415  (loads torch)
 
-    options, engine_options = read_options(vars(flags), os.environ)
     keys = KeyRing(read_keys(options.api_keys) if options.api_keys else ())
-    configure(options.log_format)
     texts = [Path(name).read_text(encoding="utf-8") for name in options.warm]
-    bound = _bind(options)  # a port that is taken is known before a model is loaded
     engine, model = _load(options, engine_options)
     try:
         if texts:
             with _told(f"warming {len(texts)} texts"):
                 for tenant in keys.tenants:  # none hits what another has stored
                     engine.warm(texts, tenant=tenant)
-        grammars = Grammars(engine.tokenizer, model.vocab_size)
-        return serve(engine, options, grammars, model=model, keys=keys, bound=bound)
-    finally:
+        return Loaded(engine, model, keys, Grammars(engine.tokenizer, model.vocab_size))
+    except BaseException:
         engine.close()
+        raise
 
 
 def serve(

@@ -27,13 +27,16 @@ def salt(space: Namespace) -> int:
 
 
 def pick(
-    tokens: npt.NDArray[np.uint32], salted: int
+    tokens: npt.NDArray[np.uint32] | npt.NDArray[np.uint8],
+    salted: int,
+    window: int = WINDOW,
+    stretch_log2: int = STRETCH_LOG2,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
     """The kept places of a text, in order, and their hashes. Other salts give other hashes."""
-    if len(tokens) < WINDOW:
+    if len(tokens) < window:
         return np.empty(0, np.int64), np.empty(0, np.uint64)
-    hashes = _window_hashes(tokens, salted)
-    stretch = min(2**STRETCH_LOG2, 2 ** (len(hashes).bit_length() - 1))
+    hashes = _window_hashes(tokens, salted, window)
+    stretch = min(2**stretch_log2, 2 ** (len(hashes).bit_length() - 1))
     least = _sliding(np.minimum, hashes, stretch)
     # A window is kept if it is the least of any stretch that it is part of.
     padding = np.zeros(stretch - 1, np.uint64)
@@ -42,13 +45,15 @@ def pick(
     return kept, hashes[kept]
 
 
-def _window_hashes(tokens: npt.NDArray[np.uint32], salted: int) -> npt.NDArray[np.uint64]:
-    """One well-mixed hash for each window of `WINDOW` tokens."""
+def _window_hashes(
+    tokens: npt.NDArray[np.uint32] | npt.NDArray[np.uint8], salted: int, window: int
+) -> npt.NDArray[np.uint64]:
+    """One well-mixed hash for each window of `window` tokens."""
     powers, inverses = _powers(len(tokens))
     total = np.zeros(len(tokens) + 1, np.uint64)
     np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * powers, out=total[1:])
-    count = len(tokens) - WINDOW + 1
-    hashes = (total[WINDOW:] - total[:count]) * inverses[:count] + np.uint64(salted)
+    count = len(tokens) - window + 1
+    hashes = (total[window:] - total[:count]) * inverses[:count] + np.uint64(salted)
     hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(_MIX[0])
     hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(_MIX[1])
     mixed: npt.NDArray[np.uint64] = hashes ^ (hashes >> np.uint64(31))

@@ -24,6 +24,7 @@ from kvboost.core import (
     Namespace,
     PrefixKey,
     Provenance,
+    StoreListener,
 )
 from kvboost.tiers import anchors
 from kvboost.tiers.table import NumberTable
@@ -56,6 +57,7 @@ class ChunkIndex:
         self._families: list[array[int]] = []
         self._free_families: list[int] = []
         self._anchors = NumberTable(self._are_current)
+        self._listeners: list[StoreListener] = []
 
     def __len__(self) -> int:
         return len(self._tokens) - len(self._free_rows)
@@ -72,6 +74,15 @@ class ChunkIndex:
             + sum(column.itemsize * len(column) for column in columns)
             + sum(table.size_bytes for table in tables)
         )
+
+    def watch(self, listener: StoreListener) -> None:
+        """Tell `listener` of every chunk that is here, and from now on of all that come and go."""
+        with self._lock:
+            for row, said in enumerate(self._tokens):
+                if said is not None:
+                    entry = self._entry(row)
+                    listener.added(entry.key, said, entry.parent)
+            self._listeners.append(listener)
 
     def get(self, key: FrameKey) -> Entry | None:
         """The entry stored under `key`."""
@@ -92,6 +103,8 @@ class ChunkIndex:
                 self._rows.put(_number(entry.key), row)
                 if entry.parent is not None:
                     self._add_child(_number(entry.parent), row)
+                for listener in self._listeners:
+                    listener.added(entry.key, entry.tokens, entry.parent)
             for offset, anchor in anchors_in_it:
                 other = self._anchored(anchor)
                 if other is None or self._is_exact[row] > self._is_exact[other[0]]:
@@ -109,6 +122,8 @@ class ChunkIndex:
             self._tokens[row] = None
             self._rounds[row] = (self._rounds[row] + 1) % 2**_ROUND_BITS
             self._free_rows.append(row)
+            for listener in self._listeners:
+                listener.removed(key)
 
     def sighting(self, anchor: int, space: Namespace) -> tuple[Entry, int] | None:
         """The chunk in which the words of an anchor seem to stand, and where: to be verified."""

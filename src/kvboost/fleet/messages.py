@@ -1,0 +1,52 @@
+"""What the ingress sends to a replica, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Headers = tuple[tuple[bytes, bytes], ...]
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """A client's request.
+
+    `messages` and `prompt` are where Ray Serve LLM's requests have them, so that one router
+    reads both.
+    """
+
+    method: str
+    path: str
+    query: bytes
+    headers: Headers
+    body: bytes
+    asked: Mapping[str, Any] = field(default_factory=dict)  # the body of a prompt, parsed
+
+    @property
+    def messages(self) -> Any:
+        """Those of a chat; None for any other request."""
+        return self.asked.get("messages")
+
+    @property
+    def prompt(self) -> Any:
+        """That of a completion; None for any other request."""
+        return self.asked.get("prompt")
+
+    @property
+    def tools(self) -> Any:
+        """What a chat may call, if anything."""
+        return self.asked.get("tools")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The replica reads the body itself: what was parsed is for the router beside us.
+        return Forwarded, (self.method, self.path, self.query, self.headers, self.body)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The beginning of a response; its body follows in pieces."""
+
+    status: int
+    headers: Headers

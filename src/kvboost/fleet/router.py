@@ -1,0 +1,114 @@
+"""Sends each request to the replica that holds most of its prompt, as far as queues allow it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from ray.serve.request_router import (
+    MultiplexMixin,
+    PendingRequest,
+    ReplicaID,
+    RequestRouter,
+    RunningReplica,
+)
+
+from kvboost.core import ReuseMode
+from kvboost.routing.book import Book, Report
+from kvboost.routing.choice import Policy, rank
+from kvboost.routing.places import find
+from kvboost.routing.prompts import text_of
+
+Places = npt.NDArray[np.uint64]
+PLACES = "kvboost_places"  # attribute of a pending request
+
+
+class ReuseRouter(MultiplexMixin, RequestRouter):
+    """A request router for Ray Serve, for our replicas and for those of Ray Serve LLM.
+
+    What replicas hold is known from what was sent to them and, where they tell (ours do), from
+    their routing stats. It is no FIFO router: those give a replica to whoever waits longest, not to
+    the request that it was chosen for.
+    """
+
+    def initialize_state(
+        self, reuse: ReuseMode = "exact", least_share: float = 0.1, slack: int = 4
+    ) -> None:
+        """Take `request_router_kwargs`; `reuse` is what the replicas can reuse."""
+        self._reuse = reuse
+        self._policy = Policy(least_share, slack)
+        self._book = Book()
+        self._told: dict[str, Any] = {}  # the last routing stats of each replica
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Those worth preferring one by one, best first, and then two by chance."""
+        if pending_request is not None and pending_request.metadata.multiplexed_model_id:
+            # An adapter of Ray Serve LLM: where it is loaded comes first.
+            loaded = self.apply_multiplex_routing(pending_request)
+            candidate_replicas = [each for each in candidate_replicas if each.replica_id in loaded]
+        if not candidate_replicas:
+            return []
+        two = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
+        if pending_request is None:
+            return [two]
+        # Or Ray Serve would ask again without a pause while all queues are full.
+        pending_request.routing_context.should_backoff = True
+        known = {_name(each.replica_id): each for each in candidate_replicas}
+        loads = {
+            name: self.replica_queue_len_cache.get(each.replica_id) or 0
+            for name, each in known.items()
+        }
+        shares = self._book.shares(self._places(pending_request), in_order=self._reuse == "exact")
+        return [*([known[name]] for name in rank(shares, loads, self._policy)), two]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
+        """Remember what a replica is about to read."""
+        self._book.sent(self._places(pending_request), _name(replica_id))
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Read what replicas say that they hold, and forget those that left.
+
+        Ray Serve calls it when replicas come or go, and whenever their routing stats have changed.
+        """
+        before = {_name(replica_id) for replica_id in self.curr_replicas}
+        super().update_replicas(replicas)
+        for each in replicas:
+            name, told = _name(each.replica_id), each.routing_stats
+            if told and told != self._told.get(name):
+                self._told[name] = told
+                report = Report.from_wire(told)
+                if report is not None:
+                    self._book.reported(name, report)
+        for name in before - {_name(each.replica_id) for each in replicas}:
+            self._forget(name)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Forget a replica at once, before the controller knows."""
+        super().on_replica_actor_died(replica_id)
+        self._forget(_name(replica_id))
+
+    def _forget(self, name: str) -> None:
+        self._told.pop(name, None)
+        self._book.forget(name)
+
+    def _places(self, pending_request: PendingRequest) -> Places:
+        """Those of a request's prompt; found once, however often it is routed."""
+        places: Places | None = getattr(pending_request, PLACES, None)
+        if places is None:
+            texts = () if self._reuse == "off" else map(text_of, pending_request.args)
+            places = find(next(filter(None, texts), b""))
+            setattr(pending_request, PLACES, places)
+        return places
+
+
+def _name(replica_id: ReplicaID) -> str:
+    name: str = replica_id.unique_id
+    return name
