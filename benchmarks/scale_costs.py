@@ -28,8 +28,8 @@ FLOPS = 0.4 * 989e12  # an H100's dense bf16 peak, of which prefill gets about 4
 PROMPT_PLACES = 752  # of 12,035 tokens
 BOOK_PLACES = 1 << 16
 NUM_PROMPTS = 60
-REPORT_BYTES = 8 * 2**15  # at most
-REPORT_PERIOD_S = 2.0
+REPORT_BYTES = 8 * 2**14  # at most
+REPORT_PERIOD_S = 5.0
 CONTROLLER_TURNS_PER_S = 10  # of Ray Serve 2.60, RAY_SERVE_CONTROL_LOOP_INTERVAL_S
 
 

@@ -25,6 +25,17 @@ def test_a_long_queue_outweighs_what_is_held() -> None:
     assert rank({"a": 1.0}, {"a": 90, "b": 88}, POLICY) == ["a"]
 
 
+def test_what_is_held_is_worth_a_queue_in_proportion() -> None:
+    assert rank({"a": 0.34}, {"a": 1, "b": 0}, POLICY) == ["a"]
+    assert rank({"a": 0.32}, {"a": 1, "b": 0}, POLICY) == []  # what all prompts have, say
+
+
+def test_of_equal_ones_the_first_is_preferred() -> None:
+    shares = {"a": 0.5, "b": 0.5}
+    assert rank(shares, {"b": 1, "a": 1}, POLICY) == ["b", "a"]
+    assert rank(shares, {"a": 1, "b": 1}, POLICY) == ["a", "b"]
+
+
 def test_who_cannot_be_chosen_is_not_preferred() -> None:
     assert rank({"gone": 1.0, "a": 0.5}, {"a": 0}, POLICY) == ["a"]
     assert rank({"gone": 1.0}, {}, POLICY) == []

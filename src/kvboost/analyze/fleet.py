@@ -46,7 +46,7 @@ class Setup:
     policy: Policy = field(default_factory=Policy)
     num_routers: int = 1  # each with a book of its own; requests go to them by turns
     book_names: int = 1 << 18  # that a router remembers
-    report_names: int = 1 << 15  # at most in one report of a replica
+    report_names: int = 1 << 14  # at most in one report of a replica
     report_every_s: float = math.inf  # inf: routers know only what they sent themselves
 
 

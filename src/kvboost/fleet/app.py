@@ -23,7 +23,9 @@ from kvboost.server.options import ServerOptions, read_options
 ROUTINGS = ("reuse", "default")
 NOT_HERE = ("host", "port", "workers")  # of the server: Ray Serve listens and starts processes
 MOST_AT_FRONT = 10_000  # requests that the ingress holds open
-STATS_PERIOD_S = 2.0  # between two reports of what a replica holds
+# Between two reports of what a replica holds. Ray's controller sends them all to every router
+# whenever one changed, and shorter periods bring nothing (docs/concepts/scale.md).
+STATS_PERIOD_S = 5.0
 HEALTH_PERIOD_S = 2.0  # a replica that died is missed after as long at most
 
 

@@ -26,8 +26,6 @@ from kvboost.server.telemetry import Telemetry
 if TYPE_CHECKING:
     from kvboost.engine.engine import KVBoost
 
-MOST_REPORTED = 1 << 14  # places: 128 KiB to every router, whenever they change
-
 
 class EngineReplica:
     """What Ray Serve runs several of."""
@@ -43,7 +41,7 @@ class EngineReplica:
         self._engine = engine
         telemetry = Telemetry(engine, model=model.name)
         self._app = make_app(engine, options, telemetry, grammars, model=model, keys=keys)
-        self._held = Held(partial(_text, engine.tokenizer), MOST_REPORTED)
+        self._held = Held(partial(_text, engine.tokenizer))
         engine.watch(self._held)
 
     async def answer(self, request: Forwarded) -> AsyncIterator[str | Head | bytes]:

@@ -34,12 +34,20 @@ class ReuseRouter(MultiplexMixin, RequestRouter):
     """
 
     def initialize_state(
-        self, reuse: ReuseMode = "exact", least_share: float = 0.1, slack: int = 4
+        self,
+        reuse: ReuseMode = "exact",
+        least_share: float = 0.1,
+        slack: int = 4,
+        max_places: int = 1 << 20,
     ) -> None:
-        """Take `request_router_kwargs`; `reuse` is what the replicas can reuse."""
+        """Take `request_router_kwargs`; `reuse` is what the replicas can reuse.
+
+        `max_places` bounds what is remembered, one for about 16 tokens: as many as all replicas
+        hold. A place takes some 130 bytes.
+        """
         self._reuse = reuse
         self._policy = Policy(least_share, slack)
-        self._book = Book()
+        self._book = Book(max_places)
         self._told: dict[str, Any] = {}  # the last routing stats of each replica
 
     async def choose_replicas(
@@ -54,12 +62,14 @@ class ReuseRouter(MultiplexMixin, RequestRouter):
             candidate_replicas = [each for each in candidate_replicas if each.replica_id in loaded]
         if not candidate_replicas:
             return []
-        two = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
+        # By chance: of equally good ones the first is preferred.
+        shuffled = random.sample(candidate_replicas, len(candidate_replicas))
+        two = shuffled[:2]
         if pending_request is None:
             return [two]
         # Or Ray Serve would ask again without a pause while all queues are full.
         pending_request.routing_context.should_backoff = True
-        known = {_name(each.replica_id): each for each in candidate_replicas}
+        known = {_name(each.replica_id): each for each in shuffled}
         loads = {
             name: self.replica_queue_len_cache.get(each.replica_id) or 0
             for name, each in known.items()

@@ -90,10 +90,9 @@ class Book:
         if in_order:
             held &= np.bitwise_and.accumulate(run, axis=0)
         num_held = _counts(held)
+        shares = (num_held / np.maximum(num_told, 1)).tolist()
         return {
-            replica: float(num_held[column] / num_told[column])
-            for replica, column in self._columns.items()
-            if num_held[column]
+            replica: shares[column] for replica, column in self._columns.items() if shares[column]
         }
 
     def sent(self, places: _Names, replica: str) -> None:

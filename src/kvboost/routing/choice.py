@@ -12,27 +12,24 @@ class Policy:
     """When what a replica holds is worth more than a short queue."""
 
     least_share: float = 0.1  # of the prompt; who holds less is as good as any other
-    slack: int = 4  # requests that a preferred replica may have more than the least busy one
+    slack: int = 4  # requests more than the least busy one has, that a whole prompt is worth
 
 
 def rank(shares: Mapping[str, float], loads: Mapping[str, int], policy: Policy) -> list[str]:
     """The replicas to prefer, best first; none if nothing speaks for any.
 
     `shares` come from `Book.shares`; `loads` has all replicas that can be chosen, and their
-    requests that run or wait.
+    requests that run or wait. Half a prompt is worth half the wait, or a beginning that all
+    prompts have would bring all of them to the replica that saw it first.
     """
-    if not loads:
-        return []
-    busiest = min(loads.values()) + policy.slack
-    preferred = [
-        replica
-        for replica, share in shares.items()
-        if share >= policy.least_share and loads.get(replica, busiest + 1) <= busiest
-    ]
-    # A few percent of a prompt are computed sooner than one more request ahead is answered.
-    return sorted(
-        preferred, key=lambda replica: (-round(shares[replica], 1), loads[replica], replica)
-    )
+    least = min(loads.values(), default=0)
+    gains = {
+        replica: policy.slack * shares[replica] - (load - least)
+        for replica, load in loads.items()
+        if shares.get(replica, 0.0) >= policy.least_share
+    }
+    preferred = [replica for replica, gain in gains.items() if gain >= 0]
+    return sorted(preferred, key=gains.__getitem__, reverse=True)
 
 
 def two_choices(loads: Mapping[str, int], chance: random.Random) -> str:

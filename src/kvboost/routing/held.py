@@ -19,10 +19,11 @@ TAIL_BYTES = 64 * TOKEN_BYTES
 class Held:
     """The chunks that an engine holds. Thread-safe; only `report` takes time."""
 
-    def __init__(self, text_of_tokens: Callable[[bytes], bytes], max_places: int = 1 << 15) -> None:
+    def __init__(self, text_of_tokens: Callable[[bytes], bytes], max_places: int = 1 << 14) -> None:
         """Read tokens by `text_of_tokens`, from little-endian u32 to UTF-8, when they are reported.
 
-        A report has at most `max_places`, those with the smallest names.
+        A report has at most `max_places`, those with the smallest names: 128 KiB, sent to every
+        router.
         """
         self._text_of_tokens = text_of_tokens
         self._max_places = max_places
