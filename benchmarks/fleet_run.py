@@ -36,7 +36,7 @@ SYSTEM_TOKENS, TURN_TOKENS, CONVERSATIONS = 90, 30, 40
 NEW_TOKENS = 8
 PARTS_OF_MIX = 6  # one of them is asked again and again while things die
 RAG_SHARE = 0.6
-REPLICA_TITLE = b"ray::ServeReplica:default:EngineReplica"
+REPLICA_LOG = "/logs/serve/replica_default_EngineReplica_"
 WAIT_S = 180.0
 
 
@@ -315,17 +315,15 @@ async def _later(event: Callable[[], None]) -> None:
     await asyncio.to_thread(event)
 
 
-def replica_pids() -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if path.read_bytes().startswith(REPLICA_TITLE):
-                found.append(int(path.parent.name))
-    return found
-
-
 def kill_replica() -> None:
-    os.kill(replica_pids()[0], signal.SIGKILL)
+    """End the process of a replica of this run, which is one that writes a replica's log."""
+    log = f"/{ray.get_runtime_context().get_session_name()}{REPLICA_LOG}"
+    for each in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if log in os.readlink(each):
+                os.kill(int(each.parts[2]), signal.SIGKILL)
+                return
+    raise RuntimeError("no process of a replica")
 
 
 def wait_for_replicas(number: int) -> None:

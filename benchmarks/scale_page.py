@@ -64,13 +64,13 @@ def routers(results: Row) -> str:
         [
             f"{row['replicas']:,}",
             f"{row['bytes_per_place']:.0f}",
-            f"{row['bytes_per_place'] * 2**18 / 1e6:.0f} MB",
+            f"{row['bytes_per_place'] * 2**20 / 1e6:.0f} MB",
             f"{1e3 * row['route_s']:.1f} ms",
             f"{1 / row['route_s']:,.0f}",
         ]
         for row in _rows(results, "router")
     ]
-    head = ["replicas", "bytes/place", "2^18 places", "time for a request", "requests/s"]
+    head = ["replicas", "bytes/place", "2^20 places", "time for a request", "requests/s"]
     return _table(head, rows)
 
 

@@ -16,7 +16,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from ipaddress import IPv4Address
 
 import pytest
 
@@ -25,13 +26,15 @@ from servers import find_program
 TUNSETIFF = 0x400454CA
 IFF_TUN, IFF_NO_PI = 0x0001, 0x1000
 PACKET_BYTES = 1 << 16
-HERE, THERE = "10.77.31.1", "10.77.31.2"
+NETWORK, NUM_PAIRS = IPv4Address("10.77.0.0"), 1 << 14  # of four addresses each
 
 
 class Link:
     """Carries packets; `delay_s` (one way) and `loss` (share of packets) may change at any time."""
 
-    def __init__(self, ends: tuple[int, int]) -> None:
+    def __init__(self, ends: tuple[int, int], namespace: str, here: str, there: str) -> None:
+        self.namespace = namespace
+        self.here, self.there = here, there  # addresses of this side and in the namespace
         self.delay_s = 0.0
         self.loss = 0.0
         self._ends = ends
@@ -63,36 +66,44 @@ class Link:
 
 
 @contextmanager
-def linked_namespace(name: str) -> Iterator[Link]:
-    """A namespace where `THERE` is, as seen from this one, which is `HERE` for it."""
+def linked_namespace() -> Iterator[Link]:
+    """A namespace at the other end of a link; where none can be made, the test is skipped."""
     find_program("ip")
     if os.geteuid() != 0:
         pytest.skip("namespaces need root")
-    _ip("netns", "add", name)
-    ends: list[int] = []
-    try:
-        for device, address, peer, place in (
-            ("kvb-here", HERE, THERE, []),
-            ("kvb-there", THERE, HERE, ["-n", name]),
-        ):
-            ends.append(_tun(device))
-            if place:
-                _ip("link", "set", device, "netns", name)
-            _ip(*place, "address", "add", address, "peer", peer, "dev", device)
-            _ip(*place, "link", "set", device, "up")
-        link = Link((ends[0], ends[1]))
+    with ExitStack() as stack:
+        try:
+            link = _set_up(stack)
+        except (OSError, subprocess.CalledProcessError) as error:
+            if "CI" in os.environ:
+                raise
+            pytest.skip(f"no namespace with a TUN device: {error}")
         yield link
-        link.close()
-    finally:
-        for end in ends:
-            os.close(end)
-        _ip("netns", "delete", name)
 
 
-def _tun(device: str) -> int:
-    end = os.open("/dev/net/tun", os.O_RDWR)
-    fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH22x", device.encode(), IFF_TUN | IFF_NO_PI))
-    return end
+def _set_up(stack: ExitStack) -> Link:
+    """Named by this process, so that runs beside it and left-overs of others do not collide."""
+    name = f"kvboost-{os.getpid()}"
+    first = NETWORK + 4 * (os.getpid() % NUM_PAIRS)
+    here, there = str(IPv4Address(first + 1)), str(IPv4Address(first + 2))
+    _ip("netns", "add", name)
+    stack.callback(_ip, "netns", "delete", name)
+    ends = []
+    for device, address, peer, place in (
+        (f"kvh{os.getpid()}", here, there, []),
+        (f"kvt{os.getpid()}", there, here, ["-n", name]),
+    ):
+        end = os.open("/dev/net/tun", os.O_RDWR)
+        stack.callback(os.close, end)
+        fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH22x", device.encode(), IFF_TUN | IFF_NO_PI))
+        if place:
+            _ip("link", "set", device, "netns", name)
+        _ip(*place, "address", "add", address, "peer", peer, "dev", device)
+        _ip(*place, "link", "set", device, "up")
+        ends.append(end)
+    link = Link((ends[0], ends[1]), name, here, there)
+    stack.callback(link.close)
+    return link
 
 
 def _ip(*arguments: str) -> None:

@@ -141,6 +141,7 @@ def test_packed_files(tmp_path: Path) -> None:
         ("[1, 2]", "expected an object with hash_ids, messages or prompt"),
         ('{"text": "hello"}', "expected hash_ids, messages or prompt"),
         ('{"hash_ids": [1], "input_length": 513}', "1 hash_ids for input_length=513: expected one"),
+        ('{"hash_ids": [], "input_length": -5}', "input_length=-5: expected a number of tokens"),
         ('{"hash_ids": [1]}', "input_length=None: expected a number of tokens"),
         ('{"hash_ids": ["1"], "input_length": 5}', "hash_ids: expected a list of whole numbers"),
         ('{"hash_ids": [-1], "input_length": 5}', "hash_ids: expected numbers from 0 to 2^64 - 1"),
@@ -157,6 +158,15 @@ def test_broken_lines_are_told_with_their_number(tmp_path: Path, line: str, reas
     requests = list(read(log, on_broken=lambda *what: told.append(what)))
     assert len(requests) == 3
     assert [number for number, _ in told] == [3]
+
+
+def test_a_negative_length_is_refused_among_many_lines(tmp_path: Path) -> None:
+    told: list[tuple[int, str]] = []
+    bad = {"timestamp": 0, "input_length": -5, "hash_ids": []}
+    log = log_of(tmp_path, [*[traced(1)] * 9000, bad, traced(2)])
+    requests = list(read(log, on_broken=lambda *what: told.append(what)))
+    assert len(requests) == 9001
+    assert told == [(9001, "input_length=-5: expected a number of tokens")]
 
 
 def test_too_many_broken_lines_end_it(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 import scale_page
-from kvboost.analyze.fleet import ROUTINGS, Fleet, FleetResult, Setup, simulate
+from kvboost.analyze.fleet import ROUTINGS, Fleet, FleetResult, Setup, _Cache, simulate
 from kvboost.analyze.logs import LoggedRequest
 from kvboost.errors import ConfigError
 from scale_traffic import BLOCK_TOKENS, Traffic
@@ -60,6 +62,48 @@ def test_the_least_recently_used_block_leaves_first_and_of_a_prompt_the_last() -
     requests = [asked(0, 1, 2), asked(10, 3), asked(20, 1), asked(30, 4), asked(40, 1, 2)]
     assert one(*requests, cache_tokens=300.0).local_tokens == 200  # 1 is newer than 2
     assert one(*requests, cache_tokens=400.0).local_tokens == 300
+
+
+class SimpleCache:
+    """What `_Cache` does, in the plainest way."""
+
+    def __init__(self, max_tokens: float) -> None:
+        self.held: OrderedDict[int, float] = OrderedDict()
+        self._max_tokens = max_tokens
+
+    def use(self, names: list[int], sizes: list[float], *, is_prefix: bool) -> float:
+        found = 0.0
+        for name, size in zip(names, sizes, strict=True):
+            if name in self.held:
+                found += size
+            elif is_prefix:
+                break
+        for name, size in reversed([*zip(names, sizes, strict=True)]):
+            self.held[name] = size
+            self.held.move_to_end(name)
+        while sum(self.held.values()) > self._max_tokens:
+            self.held.popitem(last=False)
+        return found
+
+
+@pytest.mark.parametrize("is_prefix", [True, False])
+@pytest.mark.parametrize("max_tokens", [100.0, 1_000.0, 10_000.0])
+def test_a_cache_is_one_of_the_least_recently_used_in_bounded_memory(
+    max_tokens: float, is_prefix: bool
+) -> None:
+    chance = random.Random(5)
+    cache, simple = _Cache(max_tokens), SimpleCache(max_tokens)
+    for _ in range(2_000):
+        first = 20 * chance.randrange(10)
+        names = list(range(first, first + chance.randrange(20)))
+        if not is_prefix:
+            names = chance.choices(range(200), k=len(names))  # some of them twice
+        sizes = [1.0 + name % 10 for name in names]
+        expected = simple.use(names, sizes, is_prefix=is_prefix)
+        assert cache.use(names, sizes, is_prefix=is_prefix)[0] == expected
+        assert cache.last_use.keys() == simple.held.keys()
+        assert sum(len(used) for _, used, _ in cache._uses) <= 2 * len(simple.held)
+        assert len(cache._uses) <= 2 * len(simple.held)
 
 
 def test_a_prompt_longer_than_the_cache_leaves_its_beginning() -> None:

@@ -272,3 +272,37 @@ def test_pods_are_restricted(name: str, template: dict[str, Any]) -> None:
         assert context["allowPrivilegeEscalation"] is False
         assert context["capabilities"] == {"drop": ["ALL"]}
         assert "memory" in container["resources"]["limits"]
+
+
+def test_the_container_that_kuberay_adds_is_restricted() -> None:
+    (namespace,) = (each for each in SOURCES if each["kind"] == "Namespace")
+    labels = namespace["metadata"]["labels"]
+    assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
+    cluster = manifest("RayService", "kvboost-fleet", DEPLOY / "ray")["spec"]["rayClusterConfig"]
+    assert cluster["enableInTreeAutoscaling"]
+    assert cluster["autoscalerOptions"]["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def test_only_the_fleet_and_its_operator_reach_rays_ports() -> None:
+    policy = manifest("NetworkPolicy", "kvboost-fleet", DEPLOY / "ray")["spec"]
+    assert {*policy["policyTypes"]} == {"Ingress", "Egress"}
+    fleet = {"podSelector": policy["podSelector"]}
+    wanted = policy["podSelector"]["matchLabels"].items()
+    for name, template in PODS:
+        is_chosen = wanted <= template["metadata"]["labels"].items()
+        assert is_chosen == name.startswith("RayService"), name
+    within, clients, operator = policy["ingress"]
+    assert within == {"from": [fleet]}
+    base = manifest("NetworkPolicy", "kvboost")["spec"]
+    assert clients == base["ingress"][0]
+    (who,) = operator["from"]
+    assert who["namespaceSelector"]["matchLabels"] and who["podSelector"]["matchLabels"]
+    assert operator["ports"] == [{"port": 8265}, {"port": PORT}]
+    assert policy["egress"][0] == {"to": [fleet]}
+    assert policy["egress"][1:3] == base["egress"][:2]
+    assert policy["egress"][3:] == [{"ports": [*base["egress"][2]["ports"], {"port": 6443}]}]

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from network import THERE, Link, linked_namespace
+from network import Link, linked_namespace
 from servers import Server, find_program, free_port
 from trials import DEADLINE_MS, trial
 
 pytestmark = [pytest.mark.tiny, pytest.mark.servers]
 
-NAMESPACE = "kvboost-store"
 FEW = 8  # deadlines: one is what a request waits, the rest is for a busy machine
 BAD = {
     "50 ms": (0.05, 0.0),
@@ -24,17 +23,17 @@ BAD = {
 
 @pytest.fixture(scope="module")
 def link() -> Iterator[Link]:
-    with linked_namespace(NAMESPACE) as link:
+    with linked_namespace() as link:
         yield link
 
 
 @pytest.fixture(scope="module")
 def url(link: Link) -> Iterator[str]:
     port = free_port()
-    command = [find_program("ip"), "netns", "exec", NAMESPACE, find_program("redis-server")]
-    command += ["--port", str(port), "--bind", THERE, "--protected-mode", "no", "--save", ""]
-    server = Server(command, port, host=THERE)
-    yield f"redis://{THERE}:{port}"
+    command = [find_program("ip"), "netns", "exec", link.namespace, find_program("redis-server")]
+    command += ["--port", str(port), "--bind", link.there, "--protected-mode", "no", "--save", ""]
+    server = Server(command, port, host=link.there)
+    yield f"redis://{link.there}:{port}"
     server.kill()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -143,6 +145,14 @@ def test_when_all_are_lost_the_client_may_ask_again() -> None:
     assert len(replicas.calls) == 3
 
 
+def test_a_request_that_kills_replicas_is_not_handed_to_all_of_them() -> None:
+    replicas = FakeReplicas([DIED], ["r0", DIED], ["r1", JSON, DIED], WHOLE)
+    assert code(ask(replicas, json=CHAT)) == (503, "no_replica")
+    replicas = FakeReplicas(["r0", DIED], ["r1", DIED], WHOLE)
+    assert code(ask(replicas, json=CHAT)) == (503, "no_replica")
+    assert len(replicas.calls) == 2
+
+
 def test_when_none_is_free_in_time_the_client_may_ask_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -207,9 +217,29 @@ def test_without_keys_other_machines_are_served_only_on_demand() -> None:
     there = ("10.0.0.7", 5)
     assert code(ask(FakeReplicas(), json=CHAT, client=there)) == (403, "wrong_client")
     assert ask(FakeReplicas(WHOLE), json=CHAT, client=("::1", 5)).status_code == 200
-    for options in ({"allow_anonymous": True}, {"api_keys": "keys.toml"}):
-        reply = ask(FakeReplicas(WHOLE), json=CHAT, client=there, options=options)
-        assert reply.status_code == 200
+    reply = ask(FakeReplicas(WHOLE), json=CHAT, client=there, options={"allow_anonymous": True})
+    assert reply.status_code == 200
+    assert "x-kvboost-replica" not in reply.headers
+
+
+def test_who_has_no_key_gets_nothing_passed_on(tmp_path: Path) -> None:
+    options = {"api_keys": str(tmp_path / "keys.toml")}
+    (tmp_path / "keys.toml").write_text(
+        f'[[keys]]\nsha256 = "{sha256(b"mine").hexdigest()}"\ntenant = "t"\n'
+        f'[[keys]]\nsha256 = "{sha256(b"boss").hexdigest()}"\ntenant = "t"\nadmin = true\n'
+    )
+    replicas = FakeReplicas(WHOLE, WHOLE, WHOLE)
+
+    def asked(key: str, path: str = "/v1/chat/completions") -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"}
+        there = ("10.0.0.7", 5)
+        return ask(replicas, path=path, json=CHAT, headers=headers, client=there, options=options)
+
+    assert code(asked("wrong")) == (401, "invalid_api_key")
+    assert not replicas.calls
+    assert "x-kvboost-replica" not in asked("mine").headers
+    assert asked("boss").headers["x-kvboost-replica"] == "r1"
+    assert asked("wrong", "/health").status_code == 200
 
 
 @pytest.mark.parametrize("said", [[], ["r0"], ["r0", SSE, b"data: 1\n\n"]], ids=len)
@@ -248,7 +278,7 @@ def test_a_client_that_leaves_while_it_sends_is_not_passed_on() -> None:
         async def receive() -> Any:
             return messages.pop()
 
-        scope = {"type": "http", "headers": [], "client": ("127.0.0.1", 5)}
+        scope = {"type": "http", "path": "/", "headers": [], "client": ("127.0.0.1", 5)}
         await front(scope, receive, None)  # type: ignore[arg-type]
 
     asyncio.run(scene())

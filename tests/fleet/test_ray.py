@@ -43,6 +43,7 @@ class Fleet:
         self.url = f"http://127.0.0.1:{free_port()}"
         self.folder = folder
         arguments = {"model": model, "replicas": 2, "dtype": "float32", "cache_url": cache_url}
+        arguments["num_cpus"] = 0.5  # a thread each, and two fit on one core
         arguments |= {"max_cache_bytes": "256MB", "tier_deadline_ms": 20_000, "chunk_size": 32}
         application = {"name": "kvboost", "import_path": "kvboost.fleet.app:app"}
         config = {

@@ -6,7 +6,9 @@ import random
 import threading
 
 import numpy as np
+import pytest
 
+from kvboost.routing import held as held_module
 from kvboost.routing import places
 from kvboost.routing.book import ALL_NAMES
 from kvboost.routing.held import Held
@@ -113,6 +115,18 @@ def test_each_chunk_is_read_once() -> None:
     held.report()
     held.report()
     assert len(read) == 10
+
+
+def test_much_that_is_new_is_read_bit_by_bit_the_newest_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held_module, "MOST_READ", 1)
+    held = Held(text_of_tokens)
+    one, other = tokens_of(50, 2), tokens_of(50, 3)
+    add_chain(held, one)
+    add_chain(held, other, first=100)
+    assert reported(held) == names_of(other)
+    assert reported(held) == names_of(other) | names_of(one)
 
 
 def test_what_leaves_while_it_is_read_is_not_reported() -> None:

@@ -24,7 +24,7 @@ import numpy as np
 
 from kvboost.analyze.logs import LoggedRequest
 from kvboost.errors import ConfigError
-from kvboost.routing.book import Book, Report
+from kvboost.routing.book import MAX_PLACES, Book, Report
 from kvboost.routing.choice import Policy, rank, two_choices
 
 ROUTINGS = ("round-robin", "least-loaded", "two-choices", "prefix-hash", "reuse")
@@ -45,7 +45,7 @@ class Setup:
     hash_tokens: int = 1024  # how much of a prompt `prefix-hash` looks at
     policy: Policy = field(default_factory=Policy)
     num_routers: int = 1  # each with a book of its own; requests go to them by turns
-    book_names: int = 1 << 18  # that a router remembers
+    book_names: int = MAX_PLACES  # that a router remembers
     report_names: int = 1 << 14  # at most in one report of a replica
     report_every_s: float = math.inf  # inf: routers know only what they sent themselves
 
@@ -193,6 +193,7 @@ class _Cache:
         self._max_tokens = max_tokens
         self._num_tokens = 0.0
         self._uses: deque[tuple[int, list[int], list[float]]] = deque()
+        self._num_used = 0  # names in them
         self._clock = 0
 
     def use(
@@ -215,10 +216,16 @@ class _Cache:
         self._num_tokens += sum(new.values())
         self._clock += 1
         known.update(dict.fromkeys(names, self._clock))
-        if self._max_tokens < math.inf:
-            self._uses.append((self._clock, names.copy(), sizes.copy()))
+        if self._max_tokens < math.inf and names:
+            self._note(dict(zip(names, sizes, strict=True)))
             self._make_room()
+            if self._num_used > 2 * len(known):
+                self._forget_older_uses()
         return held, missing, missing_sizes
+
+    def _note(self, parts: dict[int, float]) -> None:
+        self._uses.append((self._clock, list(parts), list(parts.values())))
+        self._num_used += len(parts)
 
     def _make_room(self) -> None:
         while self._uses and self._num_tokens > self._max_tokens:
@@ -227,9 +234,20 @@ class _Cache:
                 self._uses.popleft()
                 continue
             name, size = names.pop(), sizes.pop()
+            self._num_used -= 1
             if self.last_use.get(name) == clock:
                 del self.last_use[name]
                 self._num_tokens -= size
+
+    def _forget_older_uses(self) -> None:
+        """Keep the last use of each name: traffic that fits into the cache never makes room."""
+        uses, self._uses, self._num_used = self._uses, deque(), 0
+        for clock, names, sizes in uses:
+            pairs = zip(names, sizes, strict=True)
+            last = [(name, size) for name, size in pairs if self.last_use.get(name) == clock]
+            if last:
+                self._uses.append((clock, [name for name, _ in last], [size for _, size in last]))
+                self._num_used += len(last)
 
 
 def _parts(request: LoggedRequest) -> tuple[list[int], list[float]]:

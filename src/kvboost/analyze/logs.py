@@ -165,7 +165,7 @@ class _Parser:
             len(entries) == len(lines)
             and {flat.dtype, num_tokens.dtype} == {np.dtype(np.int64)}
             and flat.ndim == times_s.ndim == 1
-            and flat.min() >= 0
+            and min(flat.min(), num_tokens.min()) >= 0
             and np.isfinite(times_s).all()
             and list(map(len, ids)) == (-(-num_tokens // TRACE_BLOCK_TOKENS)).tolist()
         ):

@@ -22,7 +22,7 @@ from kvboost.server.options import ServerOptions, read_options
 
 ROUTINGS = ("reuse", "default")
 NOT_HERE = ("host", "port", "workers")  # of the server: Ray Serve listens and starts processes
-MOST_AT_FRONT = 10_000  # requests that the ingress holds open
+MOST_AT_FRONT = 1_000  # requests that the ingress holds open, with their bodies
 # Between two reports of what a replica holds. Ray's controller sends them all to every router
 # whenever one changed, and shorter periods bring nothing (docs/concepts/scale.md).
 STATS_PERIOD_S = 5.0
@@ -42,7 +42,7 @@ class FleetOptions:
         default="reuse",
         metadata=about("'reuse': to who holds the prompt; 'default': Ray Serve's own"),
     )
-    num_cpus: float = field(default=1.0, metadata=about("cores of a replica", low=0.0))
+    num_cpus: float = field(default=1.0, metadata=about("cores and threads of a replica", low=0.0))
     num_gpus: float = field(default=0.0, metadata=about("GPUs of a replica", low=0.0))
 
     def __post_init__(self) -> None:

@@ -15,6 +15,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvboost.fleet.messages import Forwarded, Head
+from kvboost.server.gate import OPEN_PATHS
+from kvboost.server.keys import Caller, KeyRing, read_keys
 from kvboost.server.options import ServerOptions, is_loopback
 from kvboost.server.problems import Problem, internal
 from kvboost.server.replies import event
@@ -54,7 +56,8 @@ class Front:
     def __init__(self, replicas: Any, options: ServerOptions) -> None:
         self._replicas = replicas
         self._options = options
-        self._is_private = not (options.api_keys or options.allow_anonymous)
+        self._keys = KeyRing(read_keys(options.api_keys) if options.api_keys else ())
+        self._is_private = not (self._keys or options.allow_anonymous)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -65,7 +68,9 @@ class Front:
             raise ValueError(f"{scope['type']}: only HTTP is served")
         reply = Reply(send)
         try:
-            self._admit(scope)
+            caller = self._admit(scope)
+            # Where requests go tells what others have asked: nothing for everybody.
+            reply.tells_replica = caller.is_admin and not self._options.allow_anonymous
             request = _forwarded(scope, await self._body(scope, receive))
             leaving = asyncio.ensure_future(_left(receive))
             try:
@@ -81,16 +86,20 @@ class Front:
             log.exception("request %s failed", request_id)
             await reply.fail(internal(request_id))
 
-    def _admit(self, scope: Scope) -> None:
-        """As a server without keys that listens at this machine's own address alone.
+    def _admit(self, scope: Scope) -> Caller:
+        """Let nobody in whom a replica would refuse: bodies cost memory, and prompts routing.
 
-        Ray decides where its proxies listen, so it is who calls that tells. Names that were made
-        to mean this machine are refused by the replica, which sees the client's headers.
+        Without keys, as a server that listens at this machine's own address alone: Ray decides
+        where its proxies listen, so it is who calls that tells. Names that were made to mean this
+        machine are refused by the replica, which sees the client's headers and counts for limits.
         """
         host = (scope.get("client") or ("",))[0]
         if self._is_private and not is_loopback(host):
             reason = f"client {host!r}: without API keys only this machine is served"
             raise Problem(403, reason, code="wrong_client")
+        if scope["path"] in OPEN_PATHS:
+            return Caller(is_admin=not self._keys)
+        return self._keys.caller(Headers(scope=scope).get("authorization", ""))
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         most = self._options.max_body_bytes
@@ -116,7 +125,9 @@ class Front:
     ) -> None:
         """Try replicas until one has answered, or has begun to."""
         ends_at = time.monotonic() + self._options.request_deadline_s + GRACE_S
+        num_dead = 0  # replicas that had taken the request
         for _ in range(MOST_TRIES):
+            reply.replica = None
             exchange = Exchange(self._replicas.answer.remote(request), leaving, ends_at)
             try:
                 await exchange.copy_to(reply)
@@ -126,6 +137,9 @@ class Front:
                 if reply.has_begun:
                     reason = "the replica that was answering is lost; ask again"
                     raise Problem(503, reason, code="replica_lost") from None
+                num_dead += reply.replica is not None
+                if num_dead == 2:  # the request itself may be what kills them
+                    break
             finally:
                 exchange.close()
         raise Problem(503, "no replica can answer now", code="no_replica", retry_s=1.0)
@@ -206,6 +220,7 @@ class Reply:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.has_begun = False
+        self.tells_replica = False
         self.replica: str | None = None
         self.head: Head | None = None
 
@@ -246,8 +261,8 @@ class Reply:
         self.has_begun = True
         # Ray's proxy adds the request's id, which it gave the request itself.
         kept = [pair for pair in self.head.headers if pair[0].lower() != REQUEST_ID.encode()]
-        headers = [*kept, (REPLICA, self.replica.encode())]
-        status = self.head.status
+        shown = [(REPLICA, self.replica.encode())] if self.tells_replica else []
+        status, headers = self.head.status, [*kept, *shown]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 

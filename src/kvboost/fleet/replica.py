@@ -14,7 +14,6 @@ from ray import serve
 from starlette.types import ASGIApp, Message
 
 from kvboost.config import Options
-from kvboost.errors import KVBoostError
 from kvboost.fleet.messages import Forwarded, Head
 from kvboost.routing.held import Held
 from kvboost.server.app import make_app
@@ -54,15 +53,6 @@ class EngineReplica:
         """What the engine holds, for the routers; Ray Serve asks for it now and then."""
         report = await asyncio.to_thread(self._held.report)
         return report.to_wire()
-
-    def check_health(self) -> None:
-        """Let Ray Serve replace a replica that answers nothing any more.
-
-        Raises:
-            KVBoostError: the engine is closed.
-        """
-        if self._engine is None:
-            raise KVBoostError("the engine is closed")
 
     def __del__(self) -> None:
         # Ray Serve calls this once no request runs any more: what was computed is to be stored.

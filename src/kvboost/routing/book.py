@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 ALL_NAMES = 2**64 - 1
+MAX_PLACES = 1 << 20  # 17 million tokens
 _Names = npt.NDArray[np.uint64]
 
 
@@ -52,7 +53,7 @@ class Book:
     takes free room only: it may be large, and must not push out what requests ask for.
     """
 
-    def __init__(self, max_places: int = 1 << 18) -> None:
+    def __init__(self, max_places: int = MAX_PLACES) -> None:
         self._max_places = max_places
         self._rows: dict[int, int] = {}  # name -> row, the oldest first
         self._free_rows: list[int] = []
@@ -65,6 +66,11 @@ class Book:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def replicas(self) -> set[str]:
+        """Those of whom anything is known."""
+        return set(self._columns)
 
     @property
     def size_bytes(self) -> int:

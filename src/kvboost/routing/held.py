@@ -14,6 +14,7 @@ from kvboost.routing.book import ALL_NAMES, Report
 # What is read of the text before a chunk, so that the places where the two meet are found as well.
 # It has to give `places.SHORTEST` bytes, and does unless tokens are shorter than three.
 TAIL_BYTES = 64 * TOKEN_BYTES
+MOST_READ = 2000  # chunks for one report, a second or so; the rest waits for the next
 
 
 class Held:
@@ -30,48 +31,56 @@ class Held:
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
         self._chunks: dict[bytes, tuple[bytes, bytes | None]] = {}  # key -> tokens, parent
+        self._unread: dict[bytes, None] = {}  # the newest last
         self._names: dict[bytes, bytes] = {}  # of the chunks that were read
+        self._last = Report(ALL_NAMES, np.empty(0, np.uint64))
 
     def added(self, key: bytes, tokens: bytes, parent: bytes | None = None) -> None:
         """A chunk is held now; `parent` is the key of the one before it."""
         with self._lock:
-            self._chunks.setdefault(key, (tokens, parent))
+            if key not in self._chunks:
+                self._chunks[key] = (tokens, parent)
+                self._unread[key] = None
 
     def removed(self, key: bytes) -> None:
         """A chunk is not held any more."""
         with self._lock:
-            self._chunks.pop(key, None)
-            self._names.pop(key, None)
+            for each in (self._chunks, self._unread, self._names):
+                each.pop(key, None)
 
     def cleared(self) -> None:
         """Nothing is held any more."""
         with self._lock:
-            self._chunks.clear()
-            self._names.clear()
+            for each in (self._chunks, self._unread, self._names):
+                each.clear()
 
     def report(self) -> Report:
-        """The places of all that is held; reads what is new first."""
-        with self._reporting:
+        """The places of what is held, as far as it was read: the newest of what is new first."""
+        if not self._reporting.acquire(blocking=False):
+            return self._last
+        try:
+            self._read_new()
             with self._lock:
-                unread = {
-                    key: (chunk, self._tail_before(key))
-                    for key, chunk in self._chunks.items()
-                    if key not in self._names
-                }
-            read = {
-                key: places.find(self._text_of_tokens(tail + chunk[0])).tobytes()
-                for key, (chunk, tail) in unread.items()
-            }
+                held = list(self._names.values())
+            names = np.unique(np.frombuffer(b"".join(held), np.uint64))
+            kept = names[: self._max_places]
+            limit = ALL_NAMES if len(kept) == len(names) else int(kept[-1])
+            self._last = Report(limit, kept)
+            return self._last
+        finally:
+            self._reporting.release()
+
+    def _read_new(self) -> None:
+        texts: dict[bytes, bytes] = {}
+        with self._lock:
+            while self._unread and len(texts) < MOST_READ:
+                key, _ = self._unread.popitem()
+                texts[key] = self._tail_before(key) + self._chunks[key][0]
+        for key, tokens in texts.items():
+            names = places.find(self._text_of_tokens(tokens)).tobytes()
             with self._lock:
-                for key, names_of_one in read.items():
-                    if self._chunks.get(key) is unread[key][0]:
-                        self._names[key] = names_of_one
-                held = b"".join(self._names.values())
-        names = np.unique(np.frombuffer(held, np.uint64))
-        if len(names) <= self._max_places:
-            return Report(ALL_NAMES, names)
-        kept = names[: self._max_places]
-        return Report(int(kept[-1]), kept)
+                if key in self._chunks:
+                    self._names[key] = names
 
     def _tail_before(self, key: bytes) -> bytes:
         """The last tokens of what stands before a chunk, as far as that is held."""

@@ -66,15 +66,16 @@ _known_powers = (np.ones(1, np.uint64), np.ones(1, np.uint64))
 def _powers(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     """The first `count` powers of the base and of its inverse."""
     global _known_powers
-    if len(_known_powers[0]) < count:
+    known = _known_powers  # another thread may put shorter ones in their place
+    if len(known[0]) < count:
         size = 2 ** count.bit_length()
         grown = []
         for factor in (_BASE, _INVERSE):
             steps = np.full(size, factor, np.uint64)
             steps[0] = 1
             grown.append(np.cumprod(steps, dtype=np.uint64))
-        _known_powers = (grown[0], grown[1])
-    return _known_powers[0][:count], _known_powers[1][:count]
+        _known_powers = known = (grown[0], grown[1])
+    return known[0][:count], known[1][:count]
 
 
 def _sliding(

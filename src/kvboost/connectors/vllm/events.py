@@ -66,10 +66,12 @@ class Blocks:
         self._held.cleared()
 
     def _store(self, event: Mapping[str, Any]) -> None:
+        # Some offloading connectors do not say which tokens they stored, nor how many in a block.
+        if not event["token_ids"] or event["block_size"] < 1:
+            return
         size = TOKEN_BYTES * event["block_size"]
         tokens = np.array(event["token_ids"], "<u4").tobytes()
         blocks = [_name(event, block) for block in event["block_hashes"]]
-        # Some offloading connectors do not say which tokens they stored.
         if event.get("kv_cache_spec_kind") not in WHOLE or len(tokens) != size * len(blocks):
             return
         before = event["parent_block_hash"]
@@ -129,15 +131,21 @@ def _name(event: Mapping[str, Any], block: bytes | int) -> bytes:
 
 
 def decode(payload: bytes) -> list[object]:
-    """The events of one message; none if it is not one."""
+    """The events of one message.
+
+    Raises:
+        ValueError: it is not one.
+    """
     import msgspec  # noqa: PLC0415
 
     try:
         batch = msgspec.msgpack.decode(payload)
-    except msgspec.DecodeError:
-        return []
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not msgpack: {error}") from error
     events = batch[1] if isinstance(batch, list) and len(batch) > 1 else None
-    return events if isinstance(events, list) else []
+    if not isinstance(events, list):
+        raise ValueError("not a batch of events")
+    return events
 
 
 class EventReader:
@@ -228,5 +236,7 @@ class EventReader:
         self._next += 1
         try:
             self._blocks.apply(decode(message[2]))
-        except (KeyError, TypeError, ValueError, OverflowError):
-            _log.warning("an event of vLLM is not understood", exc_info=True)
+        except Exception:
+            # What is forgotten comes again; what is wrong would stay so.
+            _log.warning("events of vLLM are not understood: all is forgotten", exc_info=True)
+            self._blocks.clear()
