@@ -174,14 +174,37 @@ def test_a_replica_that_is_stuck_is_not_waited_for_without_end(
     assert replicas.streams[0].is_cancelled
 
 
+def chunk(name: str, text: str) -> bytes:
+    said = {"id": name, "created": len(name), "choices": [{"delta": {"content": text}}]}
+    return b"data: " + json.dumps(said).encode() + b"\n\n"
+
+
 @pytest.mark.parametrize("lost", LOST, ids=lambda error: type(error).__name__)
-def test_a_stream_that_breaks_ends_with_an_error(lost: BaseException) -> None:
-    replicas = FakeReplicas(["r0", SSE, b"data: 1\n\n", lost], WHOLE)
+def test_another_replica_goes_on_with_a_stream(lost: BaseException) -> None:
+    first = ["r0", SSE, chunk("a", "Hel"), chunk("a", "lo")[:-4], lost]
+    whole = b"".join([chunk("bb", "Hel"), chunk("bb", "lo"), chunk("bb", "!"), b"data: [DONE]\n\n"])
+    second = ["r1", SSE, *(whole[start : start + 50] for start in range(0, len(whole), 50))]
+    replicas = FakeReplicas(first, second)
     reply = ask(replicas, json=CHAT)
-    first, name, last = reply.text.split("\n", 3)[0], *reply.text.strip().split("\n")[-2:]
-    assert (reply.status_code, first, name) == (200, "data: 1", "event: error")
-    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "replica_lost"
-    assert len(replicas.calls) == 1
+    expected = [chunk("a", text).decode() for text in ("Hel", "lo", "!")]
+    assert reply.text == "".join(expected) + "data: [DONE]\n\n"
+    assert reply.headers["x-kvboost-replica"] == "r0"
+    assert replicas.calls[0] == replicas.calls[1]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [["r1", SSE, chunk("b", "Good"), b"data: [DONE]\n\n"], ["r1", JSON, b"{}"], ["r1", DIED]],
+    ids=["another answer", "no stream", "dead too"],
+)
+def test_a_stream_that_nobody_can_go_on_with_ends_with_an_error(second: list[Any]) -> None:
+    replicas = FakeReplicas(["r0", SSE, chunk("a", "Hel"), DIED], second)
+    reply = ask(replicas, json=CHAT)
+    assert reply.status_code == 200
+    assert reply.text.startswith(chunk("a", "Hel").decode() + "event: error\ndata: ")
+    told = json.loads(reply.text.rpartition("data: ")[2])
+    assert told["error"]["code"] == "replica_lost"
+    assert len(replicas.calls) == 2
 
 
 def test_a_body_that_breaks_is_broken_off() -> None:

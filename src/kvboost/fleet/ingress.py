@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvboost.fleet.messages import Forwarded, Head
+from kvboost.fleet.streams import Diverged, Events
 from kvboost.server.gate import OPEN_PATHS
 from kvboost.server.keys import Caller, KeyRing, read_keys
 from kvboost.server.options import ServerOptions, is_loopback
@@ -132,16 +133,18 @@ class Front:
             try:
                 await exchange.copy_to(reply)
                 return
+            except Diverged:
+                break
             except ReplicaLost as error:
                 log.warning("a replica was lost: %s", error)
-                if reply.has_begun:
-                    reason = "the replica that was answering is lost; ask again"
-                    raise Problem(503, reason, code="replica_lost") from None
                 num_dead += reply.replica is not None
-                if num_dead == 2:  # the request itself may be what kills them
+                if num_dead == 2 or not reply.can_go_on:  # it may be the request that kills them
                     break
             finally:
                 exchange.close()
+        if reply.has_begun:
+            reason = "the replica that was answering is lost; ask again"
+            raise Problem(503, reason, code="replica_lost")
         raise Problem(503, "no replica can answer now", code="no_replica", retry_s=1.0)
 
 
@@ -159,13 +162,14 @@ class Exchange:
 
         Raises:
             ReplicaLost: it will not come, or not to its end.
+            Diverged: it is not the one that another replica had begun.
             ClientGone: nobody wants it.
             Problem: it did not come in time.
         """
         reply.replica = await self._next(MOST_WAIT_S)
         if reply.replica is None:
             raise ReplicaLost("it said nothing")
-        reply.head = await self._next()
+        reply.start(await self._next())
         while (piece := await self._next()) is not None:
             await reply.send(piece)
         await reply.end()
@@ -222,12 +226,34 @@ class Reply:
         self.has_begun = False
         self.tells_replica = False
         self.replica: str | None = None
-        self.head: Head | None = None
+        self._head: Head | None = None
+        self._events: Events | None = None  # of a stream
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another replica can give what is missing."""
+        return not self.has_begun or self._events is not None
+
+    def start(self, head: Head | None) -> None:
+        """A response begins; the client gets the head of the first one.
+
+        Raises:
+            ReplicaLost: it has none, or cannot be what is missing of the first.
+        """
+        is_stream = head is not None and _is_stream(head)
+        if head is None or (self.has_begun and not is_stream):
+            raise ReplicaLost("it does not answer")
+        if not self.has_begun:
+            self._head, self._events = head, Events() if is_stream else None
+        elif self._events is not None:
+            self._events.begin_again()
 
     async def send(self, piece: bytes) -> None:
-        """Send a piece of the body."""
-        await self._begin()
-        await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        """Send a piece of the body, or what is new of it."""
+        new = piece if self._events is None else self._events.new(piece)
+        if new:
+            await self._begin()
+            await self._send({"type": "http.response.body", "body": new, "more_body": True})
 
     async def end(self) -> None:
         """Send the end."""
@@ -242,28 +268,26 @@ class Reply:
         """
         if not self.has_begun:
             await problem.response({"type": "http"}, _nothing, self._send)
-        elif self._is_stream:
-            await self.send(b"event: error\n" + event(problem.body))
-            await self.end()
+        elif self._events is not None:
+            told = b"event: error\n" + event(problem.body)
+            await self._send({"type": "http.response.body", "body": told, "more_body": False})
         else:
             raise problem
-
-    @property
-    def _is_stream(self) -> bool:
-        assert self.head is not None
-        return dict(self.head.headers).get(b"content-type", b"").startswith(b"text/event-stream")
 
     async def _begin(self) -> None:
         if self.has_begun:
             return
-        if self.head is None or self.replica is None:
-            raise ReplicaLost("it said nothing")
+        assert self._head is not None and self.replica is not None
         self.has_begun = True
         # Ray's proxy adds the request's id, which it gave the request itself.
-        kept = [pair for pair in self.head.headers if pair[0].lower() != REQUEST_ID.encode()]
+        kept = [pair for pair in self._head.headers if pair[0].lower() != REQUEST_ID.encode()]
         shown = [(REPLICA, self.replica.encode())] if self.tells_replica else []
-        status, headers = self.head.status, [*kept, *shown]
+        status, headers = self._head.status, [*kept, *shown]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def _is_stream(head: Head) -> bool:
+    return dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream")
 
 
 def _forwarded(scope: Scope, body: bytes) -> Forwarded:
