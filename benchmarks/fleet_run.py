@@ -121,21 +121,21 @@ class Fleet:
         """Send requests by several clients, in order; `also` runs beside them."""
 
         async def work() -> list[Answer]:
-            client = openai.AsyncOpenAI(base_url=self._url, api_key="none", timeout=120)
             free = asyncio.Semaphore(self._num_clients)
+            ask = _streamed if stream else _whole
 
-            async def one(messages: list[dict[str, str]]) -> Answer:
-                return await (_streamed if stream else _whole)(client, messages)
-
-            async def in_turn(messages: list[dict[str, str]]) -> Answer:
+            async def in_turn(client: openai.AsyncOpenAI, messages: Any) -> Answer:
                 async with free:
-                    return await one(messages)
+                    return await ask(client, messages)
 
-            beside = asyncio.ensure_future(also) if also is not None else None
-            answers = await asyncio.gather(*map(in_turn, mix))
-            if beside is not None:
-                await beside
-            return answers
+            async with openai.AsyncOpenAI(
+                base_url=self._url, api_key="none", timeout=120
+            ) as client:
+                beside = asyncio.ensure_future(also) if also is not None else None
+                answers = await asyncio.gather(*(in_turn(client, messages) for messages in mix))
+                if beside is not None:
+                    await beside
+                return answers
 
         return asyncio.run(work())
 
