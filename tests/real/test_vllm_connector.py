@@ -5,7 +5,6 @@ vLLM wants a Python of its own, which KVBOOST_VLLM_PYTHON names.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import time
@@ -14,20 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import redis
 import torch
 from transformers import AutoTokenizer
 
 from kvboost import KVBoost
-from kvboost.connectors.vllm.events import EventReader
-from kvboost.routing import places
-from kvboost.routing.book import Book
-from kvboost.routing.held import Held
 from material import stream
-from servers import free_port, redis_server
-from trials import wait_for
+from servers import redis_server
 from vllm_server import Reply, VllmServer
 
 pytestmark = pytest.mark.vllm
@@ -123,27 +116,6 @@ def test_a_store_is_shared_and_outlives_vllm(start: Start, alone: VllmServer, wo
             after = [third.complete(tokens, most=NUM_NEW) for tokens in asked]
             assert [each.text for each in after] == expected
             assert all(each.kvboost["exact_tokens"] > LENGTH - 64 for each in after)
-
-
-def test_routers_learn_what_a_vllm_holds(start: Start, words: Any) -> None:
-    endpoint, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-    config = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replay}
-    held = Held(lambda tokens: words.decode(np.frombuffer(tokens, "<u4").tolist()).encode())
-
-    def share(tokens: list[int]) -> float:
-        book = Book()
-        book.reported("vllm", held.report())
-        found = places.find(words.decode(tokens).encode())
-        return book.shares(found, in_order=False).get("vllm", 0.0)
-
-    before, after, unread = prompts(words, 3, first=300)
-    with start(None, "--kv-events-config", json.dumps(config)) as server:
-        server.complete(before, most=1)
-        reader = EventReader(held, endpoint, replay)
-        server.complete(after, most=1)  # the reader asks for what came before it
-        wait_for(lambda: min(share(before), share(after)) > 0.9)
-        reader.close()
-    assert share(unread) < 0.1
 
 
 def test_transformers_and_vllm_share_a_store(start: Start, smol: str, words: Any) -> None:
