@@ -5,6 +5,7 @@ vLLM wants a Python of its own, which KVBOOST_VLLM_PYTHON names.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import time
@@ -13,14 +14,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
 import torch
 from transformers import AutoTokenizer
 
 from kvboost import KVBoost
+from kvboost.connectors.vllm.events import EventReader
+from kvboost.routing import places
+from kvboost.routing.book import Book
+from kvboost.routing.held import Held
 from material import stream
-from servers import redis_server
+from servers import free_port, redis_server
 from vllm_server import Reply, VllmServer
 
 pytestmark = pytest.mark.vllm
@@ -116,6 +122,33 @@ def test_a_store_is_shared_and_outlives_vllm(start: Start, alone: VllmServer, wo
             after = [third.complete(tokens, most=NUM_NEW) for tokens in asked]
             assert [each.text for each in after] == expected
             assert all(each.kvboost["exact_tokens"] > LENGTH - 64 for each in after)
+
+
+def test_routers_learn_what_a_vllm_holds(start: Start, words: Any) -> None:
+    ports = free_port(), free_port()
+    endpoint, replay = (f"tcp://127.0.0.1:{port}" for port in ports)
+    # vLLM binds to what has a star, and connects to anything else.
+    config = {"enable_kv_cache_events": True, "publisher": "zmq"}
+    config |= {"endpoint": f"tcp://*:{ports[0]}", "replay_endpoint": f"tcp://*:{ports[1]}"}
+    held = Held(lambda tokens: words.decode(np.frombuffer(tokens, "<u4").tolist()).encode())
+
+    def share(tokens: list[int]) -> float:
+        book = Book()
+        book.reported("vllm", held.report())
+        found = places.find(words.decode(tokens).encode())
+        return book.shares(found, in_order=False).get("vllm", 0.0)
+
+    before, unread, *others = prompts(words, 40, first=300)
+    with start(None, "--kv-events-config", json.dumps(config)) as server:
+        server.complete(before, most=1)
+        reader = EventReader(held, endpoint, replay)
+        for each in others:  # the first event that comes has the reader ask for those before it
+            server.complete(each, most=1)
+            if share(before) > 0.5:  # whole blocks of 128 tokens alone are told
+                break
+        reader.close()
+    assert share(before) > 0.5
+    assert share(unread) < 0.1
 
 
 def test_transformers_and_vllm_share_a_store(start: Start, smol: str, words: Any) -> None:

