@@ -18,7 +18,7 @@ from kvboost.server.options import ServerOptions
 
 OPTIONS = {each.name for kind in (ServerOptions, Options) for each in fields(kind)}
 VARIABLES = {f"KVBOOST_{name.upper()}" for name in OPTIONS} | {"KVBOOST_CONFIG"}
-PAGE = ROOT / "docs/deploy.md"
+PAGE = ROOT / "docs/guides/deploy.md"
 FILES = [PAGE, *sorted(path for path in DEPLOY.rglob("*") if path.is_file())]
 FLEET = manifest("RayService", "kvboost-fleet", DEPLOY / "ray")
 CONFIGS = {

@@ -119,7 +119,7 @@ def test_a_folder_renders(folder: Path) -> None:
 
 
 def test_the_folder_of_the_docs_replaces_the_secrets(tmp_path: Path) -> None:
-    page = (ROOT / "docs/deploy.md").read_text()
+    page = (ROOT / "docs/guides/deploy.md").read_text()
     (text,) = re.findall(r"```yaml\n# my-kvboost/kustomization.yaml\n(.+?)```", page, re.DOTALL)
     there = os.path.relpath(HERE, tmp_path)
     (tmp_path / "kustomization.yaml").write_text(text.replace("../deploy/kubernetes", there))

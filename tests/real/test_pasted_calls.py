@@ -14,8 +14,8 @@ from servers import KVBoostServer, find_program
 pytestmark = [pytest.mark.model, pytest.mark.servers]
 
 ROOT = Path(__file__).parents[2]
-THEIRS = ROOT / "docs/vllm.md"  # calls of vLLM's server
-DOCS = [ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {THEIRS})]
+THEIRS = ROOT / "docs/guides/vllm.md"  # calls of vLLM's server
+DOCS = [ROOT / "README.md", *sorted({*(ROOT / "docs").glob("**/*.md")} - {THEIRS})]
 SHOWN_URL = "http://127.0.0.1:8000"
 CALL = re.compile(r"^curl (?:.*\\\n)*.*$", re.MULTILINE)  # with the lines that continue it
 CALLS = [(doc.name, call) for doc in DOCS for call in CALL.findall(doc.read_text())]
@@ -43,7 +43,9 @@ def test_a_call_is_answered(name: str, call: str, live: KVBoostServer) -> None:
 def test_the_python_example_of_the_server_runs(
     live: KVBoostServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (code,) = re.findall(r"```python\n(.+?)```", (ROOT / "docs/server.md").read_text(), re.DOTALL)
+    (code,) = re.findall(
+        r"```python\n(.+?)```", (ROOT / "docs/guides/server.md").read_text(), re.DOTALL
+    )
     names: dict[str, object] = {}
     exec(code.replace(SHOWN_URL, live.url), names)
     names["client"].close()

@@ -43,7 +43,7 @@ def start(smol: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start
     """Starts servers in fp32, where equal K/V makes equal texts; ends those that are left."""
     python = os.environ.get("KVBOOST_VLLM_PYTHON")
     if not python:
-        pytest.fail("set KVBOOST_VLLM_PYTHON to a Python that has vLLM (docs/vllm.md)")
+        pytest.fail("set KVBOOST_VLLM_PYTHON to a Python that has vLLM (docs/guides/vllm.md)")
     folder, started = tmp_path_factory.mktemp("vllm"), []
 
     def start_one(
