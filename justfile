@@ -53,12 +53,33 @@ vllm *arguments:
 check: lint
     {{python}} -m pytest -q -m 'not vllm'
 
-# Write the generated docs, the Grafana dashboard and the pictures of the terminal
+# Write the generated docs, the Grafana dashboard, the diagrams and the pictures of the terminal
 docs:
     {{python}} scripts/make_docs.py
     {{python}} scripts/make_dashboard.py
+    {{python}} scripts/make_diagrams.py
     {{python}} scripts/make_pictures.py
+
+# Build the site into build/site; what is wrong with a link or a docstring is an error
+site:
+    {{python}} -m sphinx -W --keep-going -c docs . build/site
+
+# Run the code in the docs, e.g. `just pages guides/server`
+pages page="":
+    {{python}} -m pytest -q tests/docs tests/real/test_code_blocks.py -k '{{page}}'
+
+# Call every link of the docs (needs the internet)
+links:
+    {{python}} -m sphinx -b linkcheck -c docs . build/links
 
 # Ours beside others: `just bench bench run --model FOLDER`; single questions: `just bench speed --rounds 3`
 bench *arguments:
     {{python}} benchmarks/run.py {{arguments}}
+
+# Build, check and try what would be released; `--offline` without downloads and audit
+release-check *arguments:
+    {{python}} scripts/check_release.py {{arguments}}
+
+# The core's tests with the oldest or the newest versions that we claim: `just versions oldest`
+versions *arguments:
+    {{python}} scripts/check_versions.py {{arguments}}

@@ -22,6 +22,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "scr
 
 from transformers.utils import logging
 
+import evaluation
 import eviction
 import fleet
 import footprint
@@ -38,6 +39,7 @@ import pieces
 import quality
 import quantised
 import restart
+import route
 import scale
 import shared
 import soak
@@ -64,9 +66,11 @@ QUESTIONS = {
     "speculation": speculation,
     "threads": threads,
     "restart": restart,
+    "route": route,
     "isolation": isolation,
     "shared": shared,
     "eviction": eviction,
+    "lm_eval": evaluation,
     "scale": scale,
     "footprint": footprint,
     "throughput": throughput,
@@ -80,10 +84,7 @@ QUESTIONS = {
 }
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["bench"]:
-        sys.exit(kvboost_command(sys.argv[1:]))
-    logging.disable_progress_bar()
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="question", required=True)
     for name, module in QUESTIONS.items():
@@ -93,7 +94,14 @@ def main() -> None:
             command.add_argument("--model", nargs="+", help="names or folders (default: SmolLM2)")
             command.add_argument("--dtype", default="fp32", choices=["bf16", "fp16", "fp32"])
         module.add_arguments(command)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["bench"]:
+        sys.exit(kvboost_command(sys.argv[1:]))
+    logging.disable_progress_bar()
+    options = make_parser().parse_args()
     if "model" in options:
         options.model = options.model or [str(get_model())]
     rows = QUESTIONS[options.question].run(options)

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 import scale_page
-from kvboost.analyze.fleet import ROUTINGS, Fleet, Setup, simulate
+from kvboost.analyze.choices import ROUTINGS
+from kvboost.analyze.fleet import Fleet, Setup, simulate
 from kvboost.analyze.logs import LoggedRequest
 from kvboost.routing.choice import Policy
 from scale_costs import costs

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 SRC = Path(__file__).parents[1] / "src" / "kvboost"
-MAX_FILE_LINES = 400
-# docs/adr/0024-size-in-three-parts.md
+MAX_FILE_LINES = 400  # without docstrings
+# docs/adr/0033-sizes.md
 PARTS = {
     "server": "application",
     "cli": "application",
@@ -17,24 +17,32 @@ PARTS = {
     "analyze": "fleet",
     "fleet": "fleet",
     "routing": "fleet",
+    "integrations": "integrations",
 }
 MAX_LINES = {
-    "library": 8_800,
-    "application": 3_900,
+    "library": 9_000,
+    "application": 4_600,
     "weights": 800,
     "connectors": 1_700,
-    "bench": 5_300,
+    "bench": 5_350,
     "fleet": 1_800,
+    "integrations": 150,
 }
+
+
+def docstring_lines(source: str) -> set[int]:
+    """Numbers of the lines that are docstrings, examples in them included."""
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
 
 
 def code_lines(path: Path) -> int:
     """Lines that are not blank, comment or docstring."""
     source = path.read_text()
-    text: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            text.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    text = docstring_lines(source)
     return sum(
         1
         for number, line in enumerate(source.splitlines(), 1)
@@ -43,7 +51,11 @@ def code_lines(path: Path) -> int:
 
 
 def test_no_file_outgrows_one_sitting() -> None:
-    lengths = {path.name: len(path.read_text().splitlines()) for path in SRC.rglob("*.py")}
+    sources = {path.name: path.read_text() for path in SRC.rglob("*.py")}
+    lengths = {
+        name: len(source.splitlines()) - len(docstring_lines(source))
+        for name, source in sources.items()
+    }
     assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}
 
 

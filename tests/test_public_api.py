@@ -9,7 +9,6 @@ import pytest
 import kvboost
 from kvboost import ConfigError, GenerationMode, KVBoost
 from kvboost.config import make_options
-from make_docs import PAGES, generated
 
 ROOT = Path(__file__).parents[1]
 
@@ -86,8 +85,3 @@ def test_wrong_values_are_shown_with_what_is_allowed(values: dict, message: str)
 def test_changelog_has_the_version() -> None:
     newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None and newest.group(1) == kvboost.__version__
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_generated_parts_of_the_docs_are_up_to_date(page: Path) -> None:
-    assert page.read_text() == generated(page, PAGES[page]()), "run scripts/make_docs.py"

@@ -258,22 +258,35 @@ class Grammar(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the tokens of one answer are chosen, and when it ends."""
+    """How the tokens of one answer are chosen, and when it ends; for `KVBoost.submit`.
+
+    Raises:
+        ConfigError: a value is out of range.
+
+    Example:
+        >>> from kvboost import Sampling
+        >>> sampling = Sampling(max_new_tokens=64, stop=(".",))
+        >>> engine.submit("The capital of France is", sampling).result().text
+        ' Paris'
+        >>> Sampling(temperature=0.7, top_p=2)
+        Traceback (most recent call last):
+        kvboost.errors.ConfigError: top_p=2: expected 0 to 1
+    """
 
     max_new_tokens: int = 64
-    temperature: float = 0.0  # 0: the most likely token
-    top_k: int = 0  # 0: all
+    temperature: float = 0.0  #: 0 is the most likely token
+    top_k: int = 0  #: 0 is all
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int | None = None
-    presence_penalty: float = 0.0  # off the logits of tokens that the answer has already
-    frequency_penalty: float = 0.0  # the same, times how often
-    repetition_penalty: float = 1.0  # as Transformers', over prompt and answer
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    stop: tuple[str, ...] = ()  # texts at which the answer ends, without them
+    seed: int | None = None  #: None is another one each time
+    presence_penalty: float = 0.0  #: off the logits of tokens that the answer has already
+    frequency_penalty: float = 0.0  #: the same, times how often
+    repetition_penalty: float = 1.0  #: as Transformers', over prompt and answer
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  #: by token, added to its logit
+    stop: tuple[str, ...] = ()  #: texts at which the answer ends, without them
     ignore_eos: bool = False
-    top_logprobs: int | None = None  # how many to report for each token; None: no logprobs
-    grammar: Grammar | None = None
+    top_logprobs: int | None = None  #: how many to report for each token; None is no logprobs
+    grammar: Grammar | None = None  #: what the answer must form; None is anything
 
     def __post_init__(self) -> None:
         limits = {

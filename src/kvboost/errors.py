@@ -11,15 +11,45 @@ KVBoostError
 
 
 class KVBoostError(Exception):
-    """Base of everything that KVBoost raises on purpose."""
+    """Base of everything that KVBoost raises on purpose.
+
+    Example:
+        >>> from kvboost import KVBoostError
+        >>> try:
+        ...     engine.generate("")
+        ... except KVBoostError as error:
+        ...     print(error)
+        the prompt is empty
+    """
 
 
 class ConfigError(KVBoostError, ValueError):
-    """An option has a wrong name or value."""
+    """An option or argument has a wrong name or value; also a ValueError.
+
+    Example:
+        >>> engine.generate("The capital of France is", adapter="tone")
+        Traceback (most recent call last):
+        kvboost.errors.ConfigError: unknown adapter 'tone' (none is loaded)
+    """
 
 
 class UnsupportedModel(KVBoostError):
-    """K/V reuse cannot be right for this model, so it is refused when the model is loaded."""
+    """K/V reuse cannot be right for this model, so it is refused when the model is loaded.
+
+    With `strict=False` such a model runs, without reuse.
+
+    Example:
+        A model that has a state instead of K/V:
+
+        >>> from kvboost import KVBoost, UnsupportedModel
+        >>> from transformers import MambaConfig, MambaForCausalLM
+        >>> config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1)
+        >>> try:
+        ...     KVBoost(MambaForCausalLM(config), tokenizer)
+        ... except UnsupportedModel as error:
+        ...     print(error)
+        MambaForCausalLM (mamba): layer 0 keeps a recurrent state, not K/V
+    """
 
 
 class QueueFull(KVBoostError):
@@ -31,8 +61,25 @@ class DeadlineExceeded(KVBoostError):
 
 
 class CacheError(KVBoostError):
-    """A fault of the cache; whoever asked treats it as a miss."""
+    """A fault of the cache; whoever asked treats it as a miss.
+
+    Requests never end with it. A tier or codec of your own raises it.
+
+    Example:
+        >>> from kvboost import CacheError
+        >>> from kvboost.codecs.frame import read
+        >>> try:
+        ...     read(memoryview(b"not what was stored"))
+        ... except CacheError as error:
+        ...     print(error)
+        19 bytes are no frame
+    """
 
 
 class TierUnavailable(CacheError):
     """A tier cannot be read or written now."""
+
+
+def missing_extra(what: str, extra: str) -> str:
+    """What to say where the libraries of an extra are not installed."""
+    return f"{what} needs the extra `{extra}`: pip install '.[{extra}]' in a clone of KVBoost"

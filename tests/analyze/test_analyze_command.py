@@ -127,7 +127,7 @@ def test_a_missing_extra_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["analyze", trace, "--plot", str(tmp_path / "x.svg")]) == 1
-    assert "pip install 'kvboost[bench]'" in capsys.readouterr().err
+    assert "pip install '.[bench]'" in capsys.readouterr().err
 
 
 def test_broken_lines_are_left_out_and_counted(

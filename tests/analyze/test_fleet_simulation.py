@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import scale_page
-from kvboost.analyze.fleet import ROUTINGS, Fleet, FleetResult, Setup, _Cache, simulate
+from kvboost.analyze.choices import ROUTINGS
+from kvboost.analyze.fleet import Fleet, FleetResult, Setup, _Cache, simulate
 from kvboost.analyze.logs import LoggedRequest
 from kvboost.errors import ConfigError
 from scale_traffic import BLOCK_TOKENS, Traffic

@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvboost.analyze.choices import ROUTINGS
 from kvboost.analyze.logs import LoggedRequest
 from kvboost.errors import ConfigError
 from kvboost.routing.book import MAX_PLACES, Book, Report
 from kvboost.routing.choice import Policy, rank, two_choices
 
-ROUTINGS = ("round-robin", "least-loaded", "two-choices", "prefix-hash", "reuse")
 RING_POINTS = 64  # of each replica, so that their parts of the ring are about equal
 GOLDEN = 0x9E3779B97F4A7C15  # spreads names that are small numbers over the ring
 

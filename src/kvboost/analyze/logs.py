@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh64_intdigest
 
+from kvboost.analyze.choices import BYTES_PER_TOKEN
 from kvboost.errors import ConfigError
 from kvboost.routing.places import SEPARATOR, located
 from kvboost.routing.prompts import text_of
 
 TRACE_BLOCK_TOKENS = 512  # of every hash trace that Mooncake published
 TEXT_BLOCK_TOKENS = 128  # the engine's chunk_size by default
-BYTES_PER_TOKEN = 4.0  # of English
 FEW_BROKEN = 3
 BROKEN_RATIO = 0.01
 STANDARD_INPUT = 0

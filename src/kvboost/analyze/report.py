@@ -11,7 +11,7 @@ from typing import Any
 
 from kvboost.analyze.curve import Curve, Findings, Share
 from kvboost.analyze.fleet import FleetResult, Setup
-from kvboost.errors import ConfigError
+from kvboost.errors import ConfigError, missing_extra
 
 NUM_SIZES = 10
 DAY_S = 86_400.0
@@ -209,7 +209,7 @@ def plot(analysis: Analysis, path: Path) -> None:
         import matplotlib  # noqa: PLC0415  (large, and part of an extra)
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'kvboost[bench]'") from error
+        raise ConfigError(missing_extra("--plot", "bench")) from error
     curves = curves_of(analysis.findings)
     most = max([curve.distinct_tokens for curve in curves.values()] + [1e3])
     figure = Figure(figsize=(8, 4.5), layout="constrained")

@@ -11,44 +11,45 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvboost.analyze.curve import follow
-from kvboost.analyze.fleet import ROUTINGS, FleetResult, Setup, simulate
-from kvboost.analyze.logs import BYTES_PER_TOKEN, LoggedRequest, read
-from kvboost.analyze.report import (
-    Analysis,
-    Prices,
-    as_json,
-    as_text,
-    kv_bytes_of,
-    plot,
-    sizes_to_show,
-)
+from kvboost.analyze.choices import BYTES_PER_TOKEN, ROUTINGS
+from kvboost.cli import flags
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvboost.cli.main import Commands
+    from kvboost.analyze.fleet import FleetResult, Setup
+    from kvboost.analyze.logs import LoggedRequest
 
 MOST_TOLD = 3  # of broken lines
 UNITS = {"K": 1e3, "M": 1e6, "G": 1e9}
 
 
-def add_parser(commands: Commands) -> None:
-    """Describe the command."""
-    analyze = commands.add_parser(
-        "analyze",
-        help="what reuse would save, told from a log of requests; no model, no GPU",
-        description="Reads a log of requests and tells what part of the prompts would be reused, "
-        "by cache size. A line is a request: one of a hash trace in Mooncake's format, or the body "
-        "of a request to an OpenAI server. Numbers of tokens may end in K, M or G.",
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    flags.about(
+        parser,
+        "Reads a log of requests and tells what part of the prompts would be reused, by cache "
+        "size. A line is a request: one of a hash trace in Mooncake's format, or the body of a "
+        "request to an OpenAI server. Numbers of tokens may end in K, M or G.",
+        "kvboost analyze requests.jsonl",
+        "kvboost analyze requests.jsonl --price 0.5 --prefill-speed 4000 --plot reuse.svg",
+        "kvboost analyze trace.jsonl --replicas 1 4 16 --routing reuse least-loaded "
+        "--shared-tokens 10M",
     )
-    analyze.set_defaults(run=_analyze)
-    add = analyze.add_argument
-    add("log", nargs="?", default="-", help="JSON lines, also gzipped (default: standard input)")
+    parser.set_defaults(run=_analyze)
+    add = parser.add_argument
+    add(
+        "log",
+        nargs="?",
+        default="-",
+        metavar="LOG",
+        help="JSON lines, also gzipped (default: standard input)",
+    )
     add(
         "--cache-tokens",
         type=_number_of_tokens,
         nargs="+",
         default=[],
+        metavar="N",
         help="sizes of caches to tell of",
     )
     add(
@@ -56,46 +57,83 @@ def add_parser(commands: Commands) -> None:
         type=int,
         nargs="+",
         default=[],
+        metavar="N",
         help="tokens in a block of prefix reuse (default: 128, and 512 for hash traces)",
     )
     add(
         "--bytes-per-token",
         type=_positive_number,
         default=BYTES_PER_TOKEN,
+        metavar="N",
         help="of texts (default: 4)",
     )
-    sizes = analyze.add_mutually_exclusive_group()
+    sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument(
-        "--bytes-per-kv-token", type=_positive_number, help="bytes of K/V of one token"
+        "--bytes-per-kv-token",
+        type=_positive_number,
+        metavar="N",
+        help="bytes of K/V of one token",
     )
-    sizes.add_argument("--model-config", type=Path, help="a model's config.json, to compute them")
+    sizes.add_argument(
+        "--model-config", type=Path, metavar="FILE", help="a model's config.json, to compute them"
+    )
     add(
         "--prefill-speed",
         type=_positive_number,
+        metavar="N",
         help="prompt tokens a second, to tell the time saved",
     )
     add(
-        "--price", type=_positive_number, help="of a million prompt tokens, to tell the money saved"
+        "--price",
+        type=_positive_number,
+        metavar="MONEY",
+        help="of a million prompt tokens, to tell the money saved",
     )
-    add("--replicas", type=int, nargs="+", default=[], help="simulate fleets of so many replicas")
-    add("--routing", nargs="+", choices=ROUTINGS, default=["reuse"], help="how fleets route")
+    add(
+        "--replicas",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="simulate fleets of so many replicas",
+    )
+    add(
+        "--routing",
+        nargs="+",
+        choices=ROUTINGS,
+        default=["reuse"],
+        help="how fleets route (default: reuse)",
+    )
     add(
         "--replica-cache-tokens",
         type=_number_of_tokens,
         default=math.inf,
+        metavar="N",
         help="size of each replica's cache (default: any)",
     )
     add(
         "--shared-tokens",
         type=_number_of_tokens,
         default=0.0,
+        metavar="N",
         help="size of a tier that replicas share",
     )
     add("--plot", type=Path, metavar="FILE.svg", help="draw reuse by cache size")
-    add("--json", action="store_true", help="print JSON")
+    flags.add_json(parser)
 
 
 def _analyze(options: argparse.Namespace) -> int:
+    from kvboost.analyze.curve import follow  # noqa: PLC0415  (loads numpy)
+    from kvboost.analyze.report import (  # noqa: PLC0415
+        Analysis,
+        Prices,
+        as_json,
+        as_text,
+        kv_bytes_of,
+        plot,
+        sizes_to_show,
+    )
+
     _check(options)
     kv_bytes = options.bytes_per_kv_token
     if options.model_config:
@@ -140,6 +178,8 @@ def _check(options: argparse.Namespace) -> None:
 def _read(
     options: argparse.Namespace, skip: Callable[[int, str], None] = lambda number, reason: None
 ) -> Iterator[LoggedRequest]:
+    from kvboost.analyze.logs import read  # noqa: PLC0415
+
     return read(
         None if options.log == "-" else Path(options.log),
         block_tokens=math.gcd(*options.block_tokens) or None,
@@ -149,6 +189,8 @@ def _read(
 
 
 def _fleets(options: argparse.Namespace) -> Iterator[tuple[Setup, FleetResult]]:
+    from kvboost.analyze.fleet import Setup, simulate  # noqa: PLC0415
+
     for num_replicas in options.replicas:
         for routing in options.routing:
             setup = Setup(

@@ -7,48 +7,65 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvboost.codecs.base import CODEC_NAMES
-from kvboost.codecs.frame import Head
+from kvboost.cli import flags
 from kvboost.errors import ConfigError
-from kvboost.tiers.disk.folder import LOCK_NAME, clear, heads
-from kvboost.tiers.disk.tier import DiskTier
-from kvboost.tiers.urls import folder_of
 
 if TYPE_CHECKING:
-    from kvboost.cli.main import Commands
+    from kvboost.codecs.frame import Head
+    from kvboost.tiers.disk.tier import DiskTier
 
 ANY_SIZE = 2**62  # a budget that changes nothing
 
 
-def add_parser(commands: Commands) -> None:
-    """Describe the command."""
-    cache = commands.add_parser(
-        "cache", help="look into the folder of a disk tier: ls, verify, gc, clear"
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Add the actions and their flags."""
+    flags.about(
+        parser,
+        "Looks after the folder of a disk tier. An engine or a server that uses it may be running "
+        "for ls only.",
+        "kvboost cache ls kv-cache",
+        "kvboost cache verify kv-cache --json",
+        "kvboost cache clear kv-cache",
     )
-    actions = cache.add_subparsers(dest="action", required=True)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, run, text in (
         ("ls", _ls, "what is stored, by namespace (a digest of model, tenant and kind of storage)"),
         ("verify", _verify, "read every frame and check it; exit code 1 if any is damaged"),
         ("gc", _gc, "drop damaged frames and give room back that is not in use"),
         ("clear", _clear, "remove everything"),
     ):
-        action = actions.add_parser(name, help=text, description=text)
-        action.add_argument("folder", help="the folder, or its file:// URL")
-        if name == "ls":
-            action.add_argument("--json", action="store_true", help="print JSON")
+        action = actions.add_parser(name, help=text)
+        flags.about(action, f"{text.capitalize()}.", f"kvboost cache {name} kv-cache")
+        action.add_argument("folder", metavar="FOLDER", help="the folder, or its file:// URL")
+        flags.add_json(action)
         action.set_defaults(run=run)
 
 
 def _folder(options: argparse.Namespace) -> Path:
+    from kvboost.tiers.disk.folder import LOCK_NAME  # noqa: PLC0415  (numpy comes with tiers)
+    from kvboost.tiers.urls import folder_of  # noqa: PLC0415
+
     folder = folder_of(options.folder)
     if not (folder / LOCK_NAME).exists():
         raise ConfigError(f"{folder} is not the folder of a disk tier")
     return folder
 
 
+def _tier(options: argparse.Namespace) -> DiskTier:
+    from kvboost.tiers.disk.tier import DiskTier  # noqa: PLC0415
+
+    return DiskTier(_folder(options), ANY_SIZE)
+
+
+def _tell(options: argparse.Namespace, counts: dict[str, Any], text: str) -> None:
+    sys.stdout.write((json.dumps(counts) if options.json else text.format(**counts)) + "\n")
+
+
 def _ls(options: argparse.Namespace) -> int:
+    from kvboost.tiers.disk.folder import heads  # noqa: PLC0415
+
     chunks: Counter[tuple[str, str, str]] = Counter()
     tokens: Counter[tuple[str, str, str]] = Counter()
     size_bytes: Counter[tuple[str, str, str]] = Counter()
@@ -82,38 +99,48 @@ def _ls(options: argparse.Namespace) -> int:
 
 
 def _kind(head: Head) -> tuple[str, str, str]:
+    from kvboost.codecs.base import CODEC_NAMES  # noqa: PLC0415
+
     return head.entry.space[:6].hex(), head.geometry, CODEC_NAMES.get(head.codec, str(head.codec))
 
 
 def _verify(options: argparse.Namespace) -> int:
-    tier = DiskTier(_folder(options), ANY_SIZE)
-    num_damaged = len(list(tier.damaged()))
-    num_lost = tier.num_unreadable
-    sys.stdout.write(
-        f"{tier.stats().num_entries} chunks, {num_damaged} damaged, "
-        f"{num_lost} records of the index that cannot be read or lead nowhere\n"
-    )
+    tier = _tier(options)
+    counts = {
+        "chunks": tier.stats().num_entries,
+        "damaged": len(list(tier.damaged())),
+        "lost": tier.num_unreadable,
+    }
     tier.close()
-    return int(num_damaged + num_lost > 0)
+    text = (
+        "{chunks} chunks, {damaged} damaged, {lost} records of the index that cannot be read or "
+        "lead nowhere"
+    )
+    _tell(options, counts, text)
+    return int(counts["damaged"] + counts["lost"] > 0)
 
 
 def _gc(options: argparse.Namespace) -> int:
-    tier = DiskTier(_folder(options), ANY_SIZE)
+    tier = _tier(options)
     damaged = list(tier.damaged())
     tier.discard(damaged)
     freed_bytes = tier.compact()
-    kept = tier.stats().num_entries
+    counts = {
+        "kept": tier.stats().num_entries,
+        "dropped": len(damaged),
+        "freed_mb": round(freed_bytes / 2**20, 1),
+    }
     tier.close()
-    sys.stdout.write(
-        f"{kept} chunks kept, {len(damaged)} damaged ones dropped, "
-        f"{freed_bytes / 2**20:.1f} MB given back\n"
-    )
+    text = "{kept} chunks kept, {dropped} damaged ones dropped, {freed_mb:.1f} MB given back"
+    _tell(options, counts, text)
     return 0
 
 
 def _clear(options: argparse.Namespace) -> int:
+    from kvboost.tiers.disk.folder import clear  # noqa: PLC0415
+
     folder = _folder(options)
     size_bytes = sum(path.stat().st_size for path in folder.iterdir())
     clear(folder)
-    sys.stdout.write(f"{size_bytes / 2**20:.1f} MB given back\n")
+    _tell(options, {"freed_mb": round(size_bytes / 2**20, 1)}, "{freed_mb:.1f} MB given back")
     return 0

@@ -5,49 +5,44 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import TYPE_CHECKING
 
-from kvboost.bench.doctor.advice import settings
-from kvboost.bench.doctor.diagnosis import findings
-from kvboost.bench.doctor.page import print_json, print_page
+from kvboost.cli import flags
+from kvboost.cli.loading import named, quieten
 from kvboost.errors import ConfigError
 
-if TYPE_CHECKING:
-    from kvboost.cli.main import Commands
+LOADED_WITH = ("model", "gguf_file", "dtype", "device")
 
 
-def add_parser(commands: Commands) -> None:
-    """Describe the command."""
-    doctor = commands.add_parser(
-        "doctor",
-        help="certify a model, measure it on this machine, and recommend settings",
-        description="Certifies a model, measures prefill, decoding and tiers on this machine, and "
-        "recommends settings. Exit code 1 if the model's K/V cannot be reused.",
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    flags.about(
+        parser,
+        "Certifies a model, measures prefill, decoding and tiers on this machine, and recommends "
+        "settings. Of shared stores it measures Redis and Valkey. Exit code 1 if the model's K/V "
+        "cannot be reused.",
+        "kvboost doctor --model FOLDER",
+        "kvboost doctor --model FOLDER --disk-cache-dir kv-cache --cache-url redis://127.0.0.1:6379",
     )
-    doctor.set_defaults(run=_doctor)
-    doctor.add_argument("--model", required=True, help="name, folder or GGUF file of the model")
-    doctor.add_argument("--gguf-file", help="GGUF file in the folder or repository of --model")
-    doctor.add_argument(
-        "--dtype",
-        default="auto",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        help="of the weights (default: as they are stored)",
-    )
-    doctor.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
-    doctor.add_argument("--disk-dir", help="measure a disk tier in this folder")
-    doctor.add_argument("--redis-url", help="measure a Redis or Valkey server: redis://host:port")
-    doctor.add_argument(
+    parser.set_defaults(run=_doctor)
+    flags.add_model(parser)
+    flags.add_tiers(parser)
+    parser.add_argument(
         "--seconds",
         type=float,
         default=60.0,
+        metavar="S",
         help="time to measure, once the model is loaded and certified (default: 60)",
     )
-    doctor.add_argument("--json", action="store_true", help="print JSON")
+    flags.add_json(parser)
 
 
 def _doctor(options: argparse.Namespace) -> int:
     if not options.seconds > 0:
         raise ConfigError(f"--seconds={options.seconds}: expected a number above 0")
+    quieten()
+    from kvboost.bench.doctor.advice import settings  # noqa: PLC0415
+    from kvboost.bench.doctor.diagnosis import findings  # noqa: PLC0415
+    from kvboost.bench.doctor.page import print_json, print_page  # noqa: PLC0415
     from kvboost.bench.doctor.visit import Wishes, visit  # noqa: PLC0415  (loads torch)
 
     wishes = Wishes(
@@ -55,8 +50,8 @@ def _doctor(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         device=options.device,
         gguf_file=options.gguf_file,
-        disk_dir=options.disk_dir,
-        redis_url=options.redis_url,
+        disk_dir=options.disk_cache_dir,
+        redis_url=options.cache_url,
         seconds=options.seconds,
     )
     started = time.perf_counter()
@@ -64,9 +59,10 @@ def _doctor(options: argparse.Namespace) -> int:
     def say(what: str) -> None:
         sys.stderr.write(f"{time.perf_counter() - started:6.1f} s  {what}\n")
 
-    found = visit(wishes, say)
+    with named(options.model):
+        found = visit(wishes, say)
     said = findings(found)
-    advised = settings(found, options.disk_dir, options.redis_url)
+    advised = settings(found, options.disk_cache_dir, options.cache_url)
     if options.json:
         print_json(found, said, advised)
     else:
@@ -76,5 +72,5 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _given(options: argparse.Namespace) -> dict[str, str]:
     """What the model was loaded with, by the names that the server has for it."""
-    values = {name: getattr(options, name) for name in ("model", "gguf_file", "dtype", "device")}
+    values = {name: getattr(options, name) for name in LOADED_WITH}
     return {name: value for name, value in values.items() if value not in (None, "auto")}

@@ -6,15 +6,15 @@ import argparse
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvboost.errors import KVBoostError
+from kvboost.cli import flags
+from kvboost.cli.loading import loaded, read
+from kvboost.errors import KVBoostError, missing_extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kvboost.cli.main import Commands
     from kvboost.engine.results import ReuseReport
 
 COLOURS = {"exact": "green", "moved": "yellow", "miss": "dim"}
@@ -26,48 +26,47 @@ MEANINGS = {
 LONGEST_SHOWN = 400  # characters of a span in the terminal
 
 
-def add_parser(commands: Commands) -> None:
-    """Describe the command."""
-    explain = commands.add_parser(
-        "explain",
-        help="show which spans of a prompt would be reused after other prompts, and why",
-        description="Reads the --seen prompts, then shows what of PROMPT is reused, moved or "
-        "missed, and why.",
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    flags.about(
+        parser,
+        "Reads the --seen prompts, then shows what of PROMPT is reused, moved or missed, and why. "
+        "With --disk-cache-dir or --cache-url, what is stored there counts as well.",
+        "kvboost explain prompt.txt --seen earlier.txt --model FOLDER",
+        "kvboost explain prompt.txt --document handbook.md --reuse auto --model FOLDER --json",
     )
-    explain.set_defaults(run=_explain)
-    explain.add_argument("prompt", help="file with the prompt; - for standard input")
-    explain.add_argument("--model", required=True, help="name, folder or GGUF file of the model")
-    explain.add_argument("--gguf-file", help="GGUF file in the folder or repository of --model")
-    explain.add_argument(
-        "--seen", action="append", default=[], help="file with an earlier prompt; may be repeated"
+    parser.set_defaults(run=_explain)
+    parser.add_argument(
+        "prompt", metavar="PROMPT", help="file with the prompt; - for standard input"
     )
-    explain.add_argument(
-        "--document", action="append", default=[], help="file with a document to warm; repeatable"
+    parser.add_argument(
+        "--seen",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="file with an earlier prompt; may be repeated",
     )
-    explain.add_argument(
-        "--reuse",
-        default="auto",
-        choices=["exact", "auto", "off"],
-        help="what may be reused (default: auto, that is moved text too)",
+    parser.add_argument(
+        "--document",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="file with a document to warm; may be repeated",
     )
-    explain.add_argument(
-        "--chunk-size", type=int, default=128, help="tokens in a chunk (default: 128)"
+    parser.add_argument(
+        "--chunk-size", type=int, default=128, metavar="N", help="tokens in a chunk (default: 128)"
     )
-    explain.add_argument("--json", action="store_true", help="print the report as JSON")
+    flags.add_model(parser)
+    flags.add_reuse(parser)
+    flags.add_tiers(parser)
+    flags.add_json(parser)
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from kvboost import KVBoost  # noqa: PLC0415  (loads torch)
-
-    prompt = _read(options.prompt)
-    seen = [_read(name) for name in options.seen]
-    documents = [_read(name) for name in options.document]
-    with KVBoost.from_pretrained(
-        options.model,
-        gguf_file=options.gguf_file,
-        reuse=options.reuse,
-        chunk_size=options.chunk_size,
-    ) as engine:
+    prompt = read(options.prompt)
+    seen = [read(name) for name in options.seen]
+    documents = [read(name) for name in options.document]
+    with loaded(options, chunk_size=options.chunk_size) as engine:
         if documents:
             engine.warm(documents)
         for text in seen:
@@ -79,10 +78,6 @@ def _explain(options: argparse.Namespace) -> int:
         else:
             draw(report, tokens, engine.tokenizer)
     return 0
-
-
-def _read(name: str) -> str:
-    return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
 
 
 def as_dict(report: ReuseReport) -> dict[str, object]:
@@ -111,7 +106,7 @@ def draw(report: ReuseReport, tokens: list[int], tokenizer: PreTrainedTokenizerB
         from rich.table import Table  # noqa: PLC0415
         from rich.text import Text  # noqa: PLC0415
     except ImportError as error:
-        raise KVBoostError("colours need `pip install 'kvboost[cli]'`; or use --json") from error
+        raise KVBoostError(f"{missing_extra('this', 'cli')}; or use --json") from error
     console, text = Console(), Text()
     table = Table("tokens", "kind", "reason", box=None, header_style="bold")
     for each in report.spans:

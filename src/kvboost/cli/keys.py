@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from typing import TYPE_CHECKING
 
-from kvboost.errors import KVBoostError
-
-if TYPE_CHECKING:
-    from kvboost.cli.main import Commands
+from kvboost.cli import flags
+from kvboost.errors import KVBoostError, missing_extra
 
 
-def add_parser(commands: Commands) -> None:
-    """Describe the command."""
-    keys = commands.add_parser("keys", help="make API keys for `kvboost serve`")
-    actions = keys.add_subparsers(dest="action", required=True)
-    text = "prints a fresh key once, on standard error, and its entry for the key file on output"
-    new = actions.add_parser("new", help=text, description=f"{text}: append it with >> keys.toml")
-    new.add_argument("--tenant", required=True, help="whose cache it uses")
-    new.add_argument("--name", default="", help="shown to nobody but you")
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Add the actions and their flags."""
+    examples = (
+        "kvboost keys new --tenant research --name alice >> keys.toml",
+        "kvboost keys new --tenant ops --admin --json",
+    )
+    flags.about(parser, "Makes API keys for `kvboost serve --api-keys keys.toml`.", *examples)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    new = actions.add_parser("new", help="make a key and its entry for the key file")
+    flags.about(
+        new,
+        "Prints a fresh key once, on standard error, and its entry for the key file on standard "
+        "output: append it with >> keys.toml. The file holds a digest of the key, not the key.",
+        *examples,
+    )
+    new.add_argument("--tenant", required=True, metavar="NAME", help="whose cache it uses")
+    new.add_argument("--name", default="", metavar="NAME", help="shown to nobody but you")
     new.add_argument("--admin", action="store_true", help="may see metrics and change the cache")
+    flags.add_json(new, "print key and entry as JSON, both on standard output")
     new.set_defaults(run=_new)
 
 
@@ -28,8 +36,11 @@ def _new(options: argparse.Namespace) -> int:
     try:
         from kvboost.server.keys import new_key  # noqa: PLC0415  (an extra)
     except ImportError as error:
-        raise KVBoostError("keys are of the server: `pip install 'kvboost[server]'`") from error
+        raise KVBoostError(missing_extra("the server", "server")) from error
     key, entry = new_key(options.tenant, options.name, is_admin=options.admin)
-    sys.stderr.write(f"{key}\n")
-    sys.stdout.write(entry)
+    if options.json:
+        sys.stdout.write(json.dumps({"key": key, "entry": entry}) + "\n")
+    else:
+        sys.stderr.write(f"{key}\n")
+        sys.stdout.write(entry)
     return 0

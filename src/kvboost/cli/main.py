@@ -1,37 +1,90 @@
-"""The `kvboost` command: finds the command's own module and reports errors in a line."""
+"""The `kvboost` command: loads the module of the command that is asked for, and no other.
+
+A command's module has `describe(parser)`, which adds its flags and sets `run`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from importlib import import_module
+from typing import Any
 
 from kvboost import __version__
-from kvboost.cli import analyze, bench, cache, doctor, explain, keys, serve, top
+from kvboost.config import hint
 from kvboost.errors import KVBoostError
 
-if TYPE_CHECKING:
-    Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001
+COMMANDS = {
+    "serve": "serve a model with OpenAI's API",
+    "generate": "answer a prompt",
+    "chat": "talk with a model in the terminal",
+    "warm": "read texts before they are needed, into a disk folder or a shared store",
+    "explain": "show which spans of a prompt would be reused after other prompts, and why",
+    "verify": "check that reuse does not change a model's answers",
+    "doctor": "certify a model, measure it on this machine, and recommend settings",
+    "bench": "measure KVBoost beside other systems, with quality, and write a report",
+    "analyze": "tell from a log of requests what reuse would save; no model, no GPU",
+    "cache": "look into the folder of a disk tier: ls, verify, gc, clear",
+    "top": "watch a running server: requests, tokens, reuse, latencies, tiers, errors",
+    "keys": "make API keys for `kvboost serve`",
+    "completion": "print a script that completes commands and flags in a shell",
+}
+INTERRUPTED = 130
+EPILOG = """\
+`kvboost COMMAND --help` has flags and examples.
+
+exit codes:
+  0    done
+  1    it failed, or a check did not hold; the reason is on standard error
+  2    wrong usage
+  130  interrupted with Ctrl+C
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Shows descriptions and examples as they are written; the parsers of commands are such too."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **arguments
+        )
+
+
+def make_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands; with `only`, the others are names without flags."""
+    parser = Parser(
+        prog="kvboost",
+        description="Language models that do not read again what they have read before.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", title="commands", required=True
+    )
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        if only in (None, name):
+            import_module(f"kvboost.cli.{name}").describe(command)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="kvboost", description="Language models that do not read again what they have read."
-    )
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for command in (serve, top, explain, cache, keys, bench, doctor, analyze):
-        command.add_parser(commands)
-    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    name = given[0] if given else ""
+    parser = make_parser(only=name)
+    if name not in COMMANDS and not name.startswith("-"):
+        known = hint(name, COMMANDS) or f": there are {', '.join(COMMANDS)}"
+        parser.error(f"no command {name!r}{known}" if name else f"a command is missing{known}")
+    options = parser.parse_args(given)
     try:
         code: int = options.run(options)
     except (KVBoostError, OSError, UnicodeDecodeError) as error:
         sys.stderr.write(f"kvboost: {error}\n")
         return 1
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     return code
 
 

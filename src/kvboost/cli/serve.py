@@ -1,33 +1,33 @@
-"""`kvboost serve`: the server, which is an extra; `kvboost keys`: its API keys."""
+"""`kvboost serve`: the server, which is an extra."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import os
 
+from kvboost.cli import flags
+from kvboost.cli.loading import named
 from kvboost.errors import KVBoostError
 from kvboost.server.__main__ import HINT
 
-if TYPE_CHECKING:
-    from kvboost.cli.main import Commands
 
-
-def add_parser(commands: Commands) -> None:
-    """Describe the commands."""
-    serve = commands.add_parser(
-        "serve",
-        help="serve a model with OpenAI's API",
-        description="Serves a model with OpenAI's API. An option is taken from its flag, else from "
-        "its variable, else from the file of --config.",
-        allow_abbrev=False,
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    flags.about(
+        parser,
+        "Serves a model with OpenAI's API. An option is taken from its flag, else from its "
+        "variable, else from the file of --config.",
+        "kvboost serve --model FOLDER",
+        "kvboost serve --model FOLDER --reuse auto --disk-cache-dir kv-cache",
+        "kvboost serve --config server.toml --host 0.0.0.0 --api-keys keys.toml",
     )
-    serve.set_defaults(run=_serve)
+    parser.set_defaults(run=_serve)
     try:
         from kvboost.server.options import add_flags  # noqa: PLC0415
 
-        add_flags(serve)
+        add_flags(parser)
     except ImportError:
-        serve.epilog = HINT
+        parser.epilog = HINT
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -35,4 +35,6 @@ def _serve(options: argparse.Namespace) -> int:
         from kvboost.server.serve import run  # noqa: PLC0415  (an extra)
     except ImportError as error:
         raise KVBoostError(f"{HINT} ({error.name} is missing)") from error
-    return run(options)
+    model = getattr(options, "model", None) or os.environ.get("KVBOOST_MODEL")
+    with named(model or "of the configuration"):
+        return run(options)

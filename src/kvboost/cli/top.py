@@ -6,52 +6,62 @@ import argparse
 import http.client
 import json
 import os
+import sys
 import time
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvboost.errors import KVBoostError
-
-if TYPE_CHECKING:
-    from kvboost.cli.main import Commands
+from kvboost.cli import flags
+from kvboost.errors import KVBoostError, missing_extra
 
 TIMEOUT_S = 5.0
 
 
-def add_parser(commands: Commands) -> None:
-    """Describe the command."""
-    top = commands.add_parser(
-        "top",
-        help="watch a running server: requests, tokens, reuse, latencies, tiers, errors",
-        description="Watches a running server. Ctrl+C ends it.",
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    flags.about(
+        parser,
+        "Watches a running server. Ctrl+C ends it.",
+        "kvboost top",
+        "kvboost top --url http://127.0.0.1:8000 --json",
     )
-    top.set_defaults(run=_top)
-    top.add_argument(
+    parser.set_defaults(run=_top)
+    parser.add_argument(
         "--url",
         default="http://127.0.0.1:8000",
+        metavar="URL",
         help="where the server is (default: http://127.0.0.1:8000)",
     )
-    top.add_argument(
+    parser.add_argument(
         "--api-key",
         default=os.environ.get("KVBOOST_API_KEY", ""),
+        metavar="KEY",
         help="key of the server; better given as KVBOOST_API_KEY, which others cannot see",
     )
-    top.add_argument(
-        "--interval-s", type=float, default=1.0, help="seconds between looks (default: 1)"
+    parser.add_argument(
+        "--interval-s",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="seconds between looks (default: 1)",
     )
-    top.add_argument("--once", action="store_true", help="look once, print, and end")
+    parser.add_argument("--once", action="store_true", help="look once, print, and end")
+    flags.add_json(parser, "look once, and print what the server says as JSON")
 
 
 def _top(options: argparse.Namespace) -> int:
+    url = options.url.rstrip("/") + "/v1/stats"
+    if options.json:
+        sys.stdout.write(json.dumps(fetch(url, options.api_key), indent=2) + "\n")
+        return 0
     try:
         from rich.console import Console  # noqa: PLC0415
         from rich.live import Live  # noqa: PLC0415
 
         from kvboost.cli.screen import draw  # noqa: PLC0415
     except ImportError as error:
-        raise KVBoostError("this needs `pip install 'kvboost[cli]'`") from error
-    url = options.url.rstrip("/") + "/v1/stats"
+        raise KVBoostError(f"{missing_extra('this', 'cli')}; or use --json") from error
     stats = fetch(url, options.api_key)
     if options.once:
         Console().print(draw(stats, options.url))

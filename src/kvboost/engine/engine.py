@@ -26,6 +26,7 @@ from kvboost.engine.results import (
     ReuseReport,
     WarmResult,
 )
+from kvboost.engine.score import ScoreResult, continuation_tokens, score
 from kvboost.engine.stats import cache_stats
 from kvboost.engine.stream import TextStream, text_of
 from kvboost.engine.texts import PREFACE, chat_tokens, texts_to_warm, tokens_of
@@ -48,9 +49,19 @@ FLUSH_S = 60.0  # what `flush` waits for these tiers
 class KVBoost:
     """A language model that does not read again what it has read before.
 
-    >>> engine = KVBoost.from_pretrained("path/or/name")          # doctest: +SKIP
-    >>> engine.warm(handbook)                                     # doctest: +SKIP
-    >>> engine.generate(handbook + question).output_text          # doctest: +SKIP
+    Calls may come from any thread. They are computed in turn, those of `generate_batch` and
+    `submit` together. As a context manager it is closed at the end.
+
+    Example:
+        In the examples of the methods `engine` is this one.
+
+        >>> from kvboost import KVBoost
+        >>> engine = KVBoost.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+        >>> manual = 8 * " In winter the pump is kept in the cellar."
+        >>> first = engine.generate(manual + " Where is the pump?", max_new_tokens=4)
+        >>> second = engine.generate(manual + " When?", max_new_tokens=4)
+        >>> first.cached_tokens, second.cached_tokens, second.prompt_tokens
+        (0, 88, 90)
     """
 
     def __init__(
@@ -63,9 +74,9 @@ class KVBoost:
     ) -> None:
         """Certify `model` and put it to work; `kvboost.config.Options` lists the options.
 
-        `adapters` are PEFT adapters by name, each a folder or a name on the hub.
-
-        Until `close`, the model runs with our attention functions, also outside the engine.
+        The model computes a short text both ways for that. `adapters` are PEFT adapters by name,
+        each a folder or a name on the hub. Until `close`, the model runs with our attention
+        functions, also outside the engine.
 
         Raises:
             UnsupportedModel: the model's K/V cannot be reused (unless `strict=False`).
@@ -111,7 +122,19 @@ class KVBoost:
 
         With `max_weight_bytes` a model runs that does not fit: at most that much of its weights is
         in memory at a time. `arguments` are our options and those of Transformers'
-        `from_pretrained` (dtype, revision, gguf_file, quantization_config ...).
+        `from_pretrained` (dtype, revision, gguf_file, quantization_config ...). The model goes to
+        `device`; None: to a GPU if there is one.
+
+        Raises:
+            UnsupportedModel: the model's K/V cannot be reused (unless `strict=False`).
+            ConfigError: an option has a wrong name or value, an adapter does not fit.
+            OSError: there is no such model, as Transformers says it.
+
+        Example:
+            >>> name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+            >>> with KVBoost.from_pretrained(name, dtype="float32", max_cache_bytes=2**30) as other:
+            ...     other.generate("The capital of France is", max_new_tokens=2).output_text
+            ' Paris.'
         """
         host_names = {*SHARED, *MODEL_ONLY}
         own = {name: value for name, value in arguments.items() if name not in host_names}
@@ -131,14 +154,29 @@ class KVBoost:
         adapter: str | None = None,
         **arguments: Any,
     ) -> GenerationResult:
-        """Answer a prompt, given as text or token ids.
+        """Answer a prompt, given as text or token ids, and wait for the whole answer.
 
         `documents` are texts in the prompt that may stand in others too: each is tokenized by
         itself, so that it has the same tokens wherever it stands. Greedy unless `do_sample=True`;
-        any argument of Transformers' `generate()` works. `tenant` separates stores: one tenant's
-        prompts never hit another's. `adapter` names one that is loaded, with a store of its own;
-        None: the model as it came, "": the base model. `mode` is `reuse` by the names of the
-        original package.
+        any argument of Transformers' `generate()` works, but for its cache. Without
+        `max_new_tokens` 64 at most. `reuse` is "off", "exact" or "auto", None: as the engine was
+        made. `tenant` separates stores: one tenant's prompts never hit another's. `adapter` names
+        one that is loaded, with a store of its own; None: the model as it came, "": the base model.
+        `mode` is `reuse` by the names of the original package.
+
+        Raises:
+            ConfigError: the prompt is empty, or an argument cannot be used.
+            KVBoostError: the engine is closed.
+
+        Example:
+            >>> page = 8 * " In winter the pump is kept in the cellar."
+            >>> prompt = f"A manual:{page} Where is the pump?"
+            >>> engine.generate(prompt, max_new_tokens=4, documents=[page]).cached_tokens
+            0
+            >>> engine.generate(prompt, max_new_tokens=4, documents=[page]).kv_reuse_ratio > 0.95
+            True
+            >>> engine.generate(prompt, max_new_tokens=4, tenant="somebody else").cached_tokens
+            0
         """
         request = self._calls.request(
             prompt, max_new_tokens, documents, mode, reuse, tenant, adapter, **arguments
@@ -156,7 +194,21 @@ class KVBoost:
         """Answer several prompts together; what they share is computed once and held once.
 
         `per_prompt` holds arguments of single prompts, which win over the common ones. Prompts
-        with arguments that only Transformers' `generate()` knows are answered one by one.
+        with arguments that only Transformers' `generate()` knows are answered one by one. Waits for
+        all answers, which come in the order of the prompts.
+
+        Raises:
+            ConfigError: a prompt or argument cannot be used.
+
+        Example:
+            >>> prompts = ["The capital of France is", "The capital of Italy is"]
+            >>> results = engine.generate_batch(prompts, max_new_tokens=2)
+            >>> [result.output_text for result in results]
+            [' Paris.', ' Rome.']
+            >>> lengths = [{"max_new_tokens": 1}, {"max_new_tokens": 2}]
+            >>> results = engine.generate_batch(prompts, per_prompt=lengths)
+            >>> [len(result.token_ids) for result in results]
+            [1, 2]
         """
         if isinstance(prompts, str):
             raise ConfigError("generate_batch takes a list of prompts, not a text")
@@ -185,11 +237,22 @@ class KVBoost:
     ) -> Ticket:
         """Let a prompt join the batch of all that are being answered; returns at once.
 
-        `listener` gets each new piece of the answer on the engine's thread, and must be quick.
+        The ticket's `result()` waits for the answer, `cancel()` gives it up. `listener` gets each
+        new piece of the answer on the engine's thread, and must be quick. Without `sampling`:
+        `default_sampling`. A request that is not done after `deadline_s` seconds ends with
+        `DeadlineExceeded`; None: it may take its time.
 
         Raises:
             QueueFull: too many wait already.
             ConfigError: the prompt and its answer do not fit.
+            UnsupportedModel: the model is one that was let in by `strict=False`.
+
+        Example:
+            >>> from kvboost import Sampling
+            >>> ticket = engine.submit("The capital of France is", Sampling(max_new_tokens=2))
+            >>> completion = ticket.result()
+            >>> completion.text, completion.finish_reason
+            (' Paris.', 'length')
         """
         request = self._calls.request(
             prompt, documents=documents, reuse=reuse, tenant=tenant, adapter=adapter
@@ -198,11 +261,22 @@ class KVBoost:
         return self._front.enqueue(request, chosen, listener=listener, deadline_s=deadline_s)
 
     def default_sampling(self) -> Sampling:
-        """What the model's own generation config asks for; greedy if it says nothing."""
+        """What the model's own generation config asks for; greedy if it says nothing.
+
+        Example:
+            >>> engine.default_sampling().max_new_tokens
+            64
+        """
         return sampling_of({"max_new_tokens": DEFAULT_NEW_TOKENS}, self._parts.model) or Sampling()
 
     def batch_stats(self) -> dict[str, Any]:
-        """Who runs and waits, and the K/V that they work on."""
+        """Who runs and waits, and the K/V that they work on; returns at once.
+
+        Example:
+            >>> stats = engine.batch_stats()
+            >>> stats["num_running"], stats["num_waiting"], stats["max_batch_size"]
+            (0, 0, 16)
+        """
         return self._front.stats()
 
     def stream(
@@ -217,7 +291,15 @@ class KVBoost:
         adapter: str | None = None,
         **arguments: Any,
     ) -> TextStream:
-        """Like `generate`, but yields the text as it comes."""
+        """Answer like `generate`, but give the text as it comes; returns at once.
+
+        Raises:
+            ConfigError: the prompt is empty, or an argument cannot be used.
+
+        Example:
+            >>> "".join(engine.stream("The capital of France is", max_new_tokens=2))
+            ' Paris.'
+        """
         request = self._calls.request(
             prompt, max_new_tokens, documents, mode, reuse, tenant, adapter, **arguments
         )
@@ -235,7 +317,17 @@ class KVBoost:
         adapter: str | None = None,
         **arguments: Any,
     ) -> AsyncIterator[str]:
-        """`stream` for asyncio: the event loop stays free while the model computes."""
+        """Answer like `stream`, for asyncio: the event loop stays free while the model computes.
+
+        Nothing is computed before the first piece is asked for; leaving the loop stops it.
+
+        Example:
+            >>> import asyncio
+            >>> async def answer(prompt: str) -> str:
+            ...     return "".join([text async for text in engine.astream(prompt, 2)])
+            >>> asyncio.run(answer("The capital of France is"))
+            ' Paris.'
+        """
         request = self._calls.request(
             prompt, max_new_tokens, documents, mode, reuse, tenant, adapter, **arguments
         )
@@ -257,7 +349,18 @@ class KVBoost:
         """Answer a conversation, in the model's own chat template.
 
         A history is found again as far as the template renders earlier messages as before and
-        the tokenizer splits an answer as the model did.
+        the tokenizer splits an answer as the model did. `tools` go to the template; the other
+        arguments are those of `generate`.
+
+        Example:
+            >>> messages = [{"role": "user", "content": "What is the capital of France?"}]
+            >>> reply = engine.chat(messages, max_new_tokens=16)
+            >>> "Paris" in reply.output_text
+            True
+            >>> messages.append({"role": "assistant", "content": reply.output_text})
+            >>> messages.append({"role": "user", "content": "And of Italy?"})
+            >>> engine.chat(messages, max_new_tokens=4).kv_reuse_ratio > 0.7
+            True
         """
         started_at = time.perf_counter()
         tokens = chat_tokens(
@@ -286,7 +389,20 @@ class KVBoost:
         each text is a document that will stand in the middle of prompts; it is encoded behind
         `preface` (a neutral text; best: the beginning that your prompts have in common). Otherwise
         it is the beginning of prompts. `pin` keeps it from being evicted, for `ttl_s` seconds if
-        given.
+        given. Waits until all is read; answers that run meanwhile have their turns.
+
+        Raises:
+            ConfigError: a text is empty, or an argument cannot be used.
+
+        Example:
+            >>> manual = 8 * " In winter the pump is kept in the cellar."
+            >>> engine.warm(manual).num_computed
+            88
+            >>> engine.generate(manual + " Where is the pump?", max_new_tokens=4).cached_tokens
+            88
+            >>> pages = [manual, 8 * " In spring the filter is rinsed in warm water."]
+            >>> engine.warm(pages, anywhere=True, pin=True, ttl_s=3600).num_texts
+            2
         """
         if position_offset != 0:
             raise ConfigError(
@@ -314,15 +430,58 @@ class KVBoost:
         adapter: str | None = None,
         across_tenants: bool = False,
     ) -> ReuseReport:
-        """Which spans of a prompt the store would supply now, and why not more.
+        """Say which spans of a prompt the store would supply now, and why not more.
 
-        `across_tenants` also tells what is stored for other tenants: for operators only.
+        The model does not run. `across_tenants` also tells what is stored for other tenants: for
+        operators only.
+
+        Example:
+            >>> manual = 8 * " In winter the pump is kept in the cellar."
+            >>> engine.explain(manual).spans[0].reason
+            'not seen before'
+            >>> warmed = engine.warm(manual)
+            >>> report = engine.explain(manual + " Where is the pump?")
+            >>> print(report)
+            88 tokens exact, 0 moved (0 of them computed again), 5 computed, predicted ...
         """
         request = self._calls.request(
             prompt, documents=documents, reuse=reuse, tenant=tenant, adapter=adapter
         )
         work = partial(explain, request, self._parts, across_tenants=across_tenants)
         return self._worker.call(work)
+
+    def score(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[Prompt],
+        *,
+        documents: Sequence[str] = (),
+        reuse: ReuseMode | None = None,
+        tenant: str = "",
+        adapter: str | None = None,
+    ) -> ScoreResult:
+        """How likely each of several continuations of a prompt is to the model.
+
+        The prompt is computed once, as far as it is not stored, and stored; continuations are not.
+        A continuation that is text is tokenized by itself: begin it with the space before its
+        first word.
+
+        Raises:
+            ConfigError: there is no continuation, or one is empty.
+            UnsupportedModel: the engine runs a model that it cannot reuse K/V for.
+
+        Example:
+            >>> result = engine.score("The capital of France is", [" Paris", " Rome"])
+            >>> paris, rome = result.scores
+            >>> paris.logprob > rome.logprob, paris.is_greedy, rome.is_greedy
+            (True, True, False)
+        """
+        request = self._calls.request(
+            prompt, documents=documents, reuse=reuse, tenant=tenant, adapter=adapter
+        )
+        tokens = continuation_tokens(continuations, self.tokenizer)
+        work = partial(score, self._calls.loading(request), tokens, self._parts)
+        return self._worker.submit(work).result()
 
     def verify_correctness(
         self,
@@ -337,6 +496,16 @@ class KVBoost:
         Each prompt is stored, then answered with and without reuse. With reuse="auto" each is
         answered on what the ones before it left in the store, so give prompts that share text.
         The report is true when it holds, and prints as a sentence.
+
+        Raises:
+            UnsupportedModel: the model is one that was let in by `strict=False`.
+            ConfigError: `reuse` is "off", or a prompt cannot be used.
+
+        Example:
+            >>> manual = 8 * " In winter the pump is kept in the cellar."
+            >>> report = engine.verify_correctness([manual + " Where is it?"], max_new_tokens=4)
+            >>> bool(report)
+            True
         """
         if self._parts.model.refusal:
             raise UnsupportedModel(self._parts.model.refusal)
@@ -351,7 +520,12 @@ class KVBoost:
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the adapters that requests can have."""
+        """Names of the adapters that requests can have, sorted.
+
+        Example:
+            >>> engine.adapters
+            []
+        """
         return self._parts.model.adapters.names
 
     def load_adapter(self, name: str, folder: str) -> None:
@@ -361,33 +535,102 @@ class KVBoost:
 
         Raises:
             ConfigError: it cannot be used with this model, or PEFT is not installed.
+
+        Example:
+            >>> engine.load_adapter("tone", "adapters/tone")
+            >>> engine.adapters
+            ['tone']
+            >>> engine.explain("The capital of France is", adapter="tone").spans[0].kind.value
+            'miss'
+            >>> engine.unload_adapter("tone")
         """
         self._worker.call(partial(self._parts.model.load_adapter, name, folder))
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; requests that still run under it end with an error."""
+        """Forget an adapter; requests that still run under it end with an error.
+
+        Raises:
+            ConfigError: there is none of this name, or it is what the model came with.
+
+        Example:
+            >>> engine.load_adapter("tone", "adapters/tone")
+            >>> engine.unload_adapter("tone")
+            >>> engine.adapters
+            []
+        """
         self._worker.call(partial(self._parts.model.adapters.unload, name))
 
     def cache_stats(self) -> dict[str, Any]:
-        """Sizes and counts since the engine was made, at once: `flush` first to miss nothing."""
+        """Tell sizes now and counts since the engine was made; `flush` first to miss nothing.
+
+        Returns at once. Names that end in `_mb` are MiB, `_rate` is a share of chunks, 0..1.
+
+        Example:
+            >>> warmed = engine.warm(8 * " In winter the pump is kept in the cellar.")
+            >>> stats = engine.cache_stats()
+            >>> stats["hot_chunks"], stats["budget_mb"]
+            (1, 2048.0)
+        """
         return cache_stats(self._parts)
 
     @property
     def contents(self) -> Contents:
-        """What is stored: to look at, to pin and to delete."""
+        """What is stored, to look at, to pin and to delete.
+
+        Example:
+            >>> warmed = engine.warm(8 * " In winter the pump is kept in the cellar.")
+            >>> chunk, = engine.contents.chunks(tenant="", limit=10)
+            >>> chunk["num_tokens"], chunk["kind"]
+            (88, 'exact')
+            >>> engine.contents.delete(None, tenant="")  # all of this tenant
+            1
+        """
         return Contents(self._parts, self.tokenizer, self._worker)
 
     def watch(self, listener: StoreListener) -> None:
-        """Tell `listener` of all that is stored, and from now on of what comes and goes."""
+        """Tell `listener` of all that is stored, and from now on of what comes and goes.
+
+        It is called on the threads that change the store, and must not wait.
+
+        Example:
+            >>> class Stored(set):
+            ...     def added(self, key: bytes, tokens: bytes, parent: bytes | None) -> None:
+            ...         self.add(key)
+            ...     def removed(self, key: bytes) -> None:
+            ...         self.discard(key)
+            >>> stored = Stored()
+            >>> engine.watch(stored)
+            >>> warmed = engine.warm(8 * " In winter the pump is kept in the cellar.")
+            >>> len(stored)
+            1
+        """
         self._parts.store.index.watch(listener)
 
     def flush(self) -> None:
-        """Wait until what earlier calls computed is stored and their audits are done."""
+        """Wait until what earlier calls computed is stored and their audits are done.
+
+        For tiers below memory at most a minute.
+
+        Example:
+            >>> result = engine.generate(8 * " In winter the pump is kept in the cellar.", 4)
+            >>> engine.flush()
+            >>> engine.cache_stats()["hot_chunks"]
+            1
+        """
         self._worker.drain()
         self._parts.store.tiers.flush(FLUSH_S)
 
     def close(self) -> None:
-        """Finish storing and give the model back as it was."""
+        """Finish storing and give the model back as it was.
+
+        Later calls raise `KVBoostError`; closing again does nothing.
+
+        Example:
+            >>> engine.close()
+            >>> engine.generate("The capital of France is")
+            Traceback (most recent call last):
+            kvboost.errors.KVBoostError: the engine is closed
+        """
         self._worker.close()
         self._calls.close()
         self._parts.model.release()

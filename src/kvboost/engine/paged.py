@@ -15,7 +15,15 @@ class CPUPagedEngine(KVBoost):
     """`KVBoost(..., backend="paged")`, by the name of the original package.
 
     Requests that `submit` and `generate_batch` compute together hold what they share in the same
-    blocks; how many that saves is in `paged_stats`.
+    blocks; how many that saves is in `paged_stats`. Everything else is as in `KVBoost`.
+
+    Example:
+        >>> from kvboost import CPUPagedEngine
+        >>> engine = CPUPagedEngine(model, tokenizer, num_blocks=64)
+        >>> prompts = ["The capital of France is", "The capital of Italy is"]
+        >>> results = engine.generate_batch(prompts, max_new_tokens=2)
+        >>> [result.output_text for result in results]
+        [' Paris.', ' Rome.']
     """
 
     def __init__(
@@ -27,12 +35,23 @@ class CPUPagedEngine(KVBoost):
         num_blocks: int | None = None,
         **options: Any,
     ) -> None:
-        """As `KVBoost`, with a pool of `num_blocks` blocks of `block_size` tokens."""
+        """As `KVBoost`, with a pool of `num_blocks` blocks of `block_size` tokens.
+
+        With `num_blocks=None` it has as many bytes as `max_cache_bytes`, at least 1 GiB.
+        """
         options |= {"block_size": block_size, "num_blocks": num_blocks}
         super().__init__(model, tokenizer, backend="paged", **options)
 
     def paged_stats(self) -> dict[str, int]:
-        """Blocks and bytes in use, blocks that sharing saves, and blocks copied on write so far."""
+        """Tell blocks and bytes in use, blocks that sharing saves, and blocks copied so far.
+
+        A block is copied when a request writes where others read. Returns at once.
+
+        Example:
+            >>> stats = engine.paged_stats()
+            >>> stats["num_blocks"], stats["block_size"], stats["used_blocks"]
+            (64, 16, 0)
+        """
         pool = self._parts.pool
         assert isinstance(pool, BlockPool)
         return pool.stats()

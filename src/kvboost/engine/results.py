@@ -10,7 +10,14 @@ from kvboost.core import MatchKind, ReuseMode, Span
 
 
 class GenerationMode(enum.Enum):
-    """How much a request may reuse, by the names of the original package."""
+    """How much a request may reuse, by the names of the original package.
+
+    Example:
+        >>> from kvboost import GenerationMode
+        >>> mode = GenerationMode.BASELINE
+        >>> engine.generate("The capital of France is", max_new_tokens=2, mode=mode).cached_tokens
+        0
+    """
 
     BASELINE = "off"
     PREFIX_CACHE = "exact"
@@ -18,7 +25,13 @@ class GenerationMode(enum.Enum):
 
     @property
     def reuse(self) -> ReuseMode:
-        """The same as a `reuse` argument."""
+        """The same as a `reuse` argument.
+
+        Example:
+            >>> from kvboost import GenerationMode
+            >>> [mode.reuse for mode in GenerationMode]
+            ['off', 'exact', 'auto']
+        """
         return self.value
 
 
@@ -33,16 +46,26 @@ class SpanReport:
 
 @dataclass(frozen=True)
 class ReuseReport:
-    """Where a prompt's K/V came from, and what finding it cost."""
+    """Where a prompt's K/V came from, and what finding it cost; prints as a sentence.
 
-    spans: tuple[SpanReport, ...]
+    Example:
+        >>> manual = 8 * " In winter the pump is kept in the cellar."
+        >>> warmed = engine.warm(manual)
+        >>> report = engine.generate(manual + " Where is the pump?", max_new_tokens=4).reuse
+        >>> for each in report.spans:
+        ...     print(each.span.start, each.span.stop, each.kind.value)
+        0 88 exact
+        88 93 miss
+    """
+
+    spans: tuple[SpanReport, ...]  #: without gaps, in the order of the prompt
     lookup_ms: float = 0.0
     load_ms: float = 0.0
-    repaired_tokens: int = 0  # moved tokens that were computed again
-    predicted_ms: float | None = None  # prefill with this reuse, as expected before it ran
-    full_ms: float | None = None  # prefill without any reuse, as expected
-    actual_ms: float | None = None  # prefill as it was, lookup and load included
-    note: str = ""  # why nothing was looked for, or what the quality budget decided
+    repaired_tokens: int = 0  #: moved tokens that were computed again
+    predicted_ms: float | None = None  #: prefill with this reuse, as expected before it ran
+    full_ms: float | None = None  #: prefill without any reuse, as expected
+    actual_ms: float | None = None  #: prefill as it was, lookup and load included
+    note: str = ""  #: why nothing was looked for, or what the quality budget decided
 
     def __str__(self) -> str:
         exact, moved, missed = (self.tokens(kind) for kind in MatchKind)
@@ -59,47 +82,86 @@ class ReuseReport:
         return ", ".join(parts) + (f"; {self.note}" if self.note else "")
 
     def tokens(self, kind: MatchKind) -> int:
-        """Prompt tokens of one kind."""
+        """Count the prompt's tokens of one kind.
+
+        Example:
+            >>> from kvboost.core import MatchKind
+            >>> manual = 8 * " In winter the pump is kept in the cellar."
+            >>> warmed = engine.warm(manual)
+            >>> report = engine.explain(manual + " Where is the pump?")
+            >>> [report.tokens(kind) for kind in (MatchKind.EXACT, MatchKind.MOVED, MatchKind.MISS)]
+            [88, 0, 5]
+        """
         return sum(len(report.span) for report in self.spans if report.kind is kind)
 
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """An answer and how it was made. Times start when the caller called."""
+    """An answer and how it was made. Times start when the caller called.
 
-    output_text: str
-    token_ids: list[int]
-    ttft_ms: float  # until the first token was there: lookup, load and prefill included
+    Example:
+        >>> result = engine.generate("The capital of France is", max_new_tokens=2)
+        >>> result.output_text, len(result.token_ids), result.prompt_tokens, result.cached_tokens
+        (' Paris.', 2, 5, 0)
+        >>> 0 < result.ttft_ms <= result.total_ms
+        True
+        >>> list(result.stages_ms)
+        ['tokenize', 'wait', 'lookup', 'load', 'select', 'forward', 'decode']
+    """
+
+    output_text: str  #: what is new, without the prompt
+    token_ids: list[int]  #: what is new, without the prompt
+    ttft_ms: float  #: until the first token was there, with lookup, load and prefill
     total_ms: float
     prompt_tokens: int
-    cached_tokens: int  # prompt tokens that were not computed
+    cached_tokens: int  #: prompt tokens that were not computed
     reuse: ReuseReport
-    output_texts: list[str] = field(repr=False)  # all, where several sequences were asked for
-    output: Any = field(repr=False)  # what Transformers' generate() returned, without the cache
-    # Where the time went, in the order of the call: tokenize, wait (for its turn), lookup, load
-    # (buffers included), select (what is computed again), forward, decode. In a batch: wait,
-    # lookup, load, forward, decode.
+    output_texts: list[str] = field(repr=False)  #: all, where several sequences were asked for
+    output: Any = field(repr=False)  #: what Transformers' generate() returned, without the cache
+    #: Where the time went, in the order of the call. Its stages are tokenize, wait (for its turn),
+    #: lookup, load (buffers included), select (what is computed again), forward and decode; in a
+    #: batch wait, lookup, load, forward and decode.
     stages_ms: dict[str, float] = field(default_factory=dict, repr=False)
 
     @property
     def kv_reuse_ratio(self) -> float:
-        """Share of the prompt that was not computed, 0..1."""
+        """Share of the prompt that was not computed, 0..1.
+
+        Example:
+            >>> manual = 8 * " In winter the pump is kept in the cellar."
+            >>> warmed = engine.warm(manual)
+            >>> result = engine.generate(manual + " Where is the pump?", max_new_tokens=4)
+            >>> round(result.kv_reuse_ratio, 2)
+            0.95
+        """
         return self.cached_tokens / self.prompt_tokens
 
     @property
     def tokens_per_sec(self) -> float:
-        """New tokens by the whole time of the call."""
+        """New tokens by the whole time of the call, in seconds.
+
+        Example:
+            >>> engine.generate("The capital of France is", max_new_tokens=2).tokens_per_sec > 0
+            True
+        """
         return len(self.token_ids) / (self.total_ms / 1e3)
 
 
 @dataclass(frozen=True)
 class WarmResult:
-    """What `warm` read and stored."""
+    """What `warm` read and stored.
+
+    Example:
+        >>> manual = 8 * " In winter the pump is kept in the cellar."
+        >>> first, second = engine.warm(manual), engine.warm(manual)
+        >>> first.num_tokens, first.num_computed, second.num_computed
+        (88, 88, 1)
+    """
 
     num_texts: int
     num_tokens: int
-    num_computed: int  # tokens that were not in the store before
-    num_pinned: int  # chunks
+    num_computed: int  #: tokens that were not in the store before, and always the last one
+    num_pinned: int  #: chunks
     total_ms: float
 
 
@@ -117,12 +179,23 @@ class PromptCheck:
 
 @dataclass(frozen=True)
 class CorrectnessReport:
-    """True when every prompt reused something and no answer moved further than allowed."""
+    """True when every prompt reused something and no answer moved further than allowed.
 
-    checks: tuple[PromptCheck, ...]
-    tolerance_kl: float
-    must_agree: bool  # whether answers must be the same token by token (not so in 16-bit dtypes)
-    of_mean: bool = False  # whether the tolerance is for the mean of an answer, not its worst token
+    Prints as a sentence.
+
+    Example:
+        >>> manual = 8 * " In winter the pump is kept in the cellar."
+        >>> report = engine.verify_correctness([manual + " Where is it?"], max_new_tokens=4)
+        >>> print(report)
+        correct: 1 of 1 answers the same, worst KL ..., 91 of 92 prompt tokens reused
+        >>> report.checks[0].top1_ratio
+        1.0
+    """
+
+    checks: tuple[PromptCheck, ...]  #: one for each prompt; with "auto" for those with moved text
+    tolerance_kl: float  #: nats
+    must_agree: bool  #: whether answers must be the same token by token (not so in 16-bit dtypes)
+    of_mean: bool = False  #: whether the tolerance is for an answer's mean, not its worst token
 
     def __bool__(self) -> bool:
         return bool(self.checks) and all(self._holds(check) for check in self.checks)

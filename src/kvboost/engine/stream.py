@@ -15,9 +15,17 @@ Start = Callable[[Callable[[Event], None], threading.Event], None]
 
 
 class TextStream(Iterator[str]):
-    """Iterate for pieces of text; `result` holds the whole answer once they have ended.
+    """An answer as it comes: iterate for pieces of text, after which `result` is the whole answer.
 
-    Generation runs ahead of the reader and stops soon after the stream is closed or dropped.
+    Generation runs ahead of the reader and stops soon after the stream is closed or dropped. The
+    next piece is waited for; an error of the request is raised where its next piece would come.
+    `result` is None until the pieces have ended. As a context manager it is closed at the end.
+
+    Example:
+        >>> with engine.stream("The capital of France is", max_new_tokens=2) as stream:
+        ...     text = "".join(stream)
+        >>> text, stream.result.prompt_tokens
+        (' Paris.', 5)
     """
 
     def __init__(self, start: Start) -> None:
@@ -40,7 +48,15 @@ class TextStream(Iterator[str]):
         raise StopIteration
 
     def close(self) -> None:
-        """Stop generating; what comes after this is dropped."""
+        """Stop generating; what comes after this is dropped, and `result` stays as it is.
+
+        Example:
+            >>> stream = engine.stream("Once upon a time", max_new_tokens=1000)
+            >>> piece = next(stream)
+            >>> stream.close()
+            >>> list(stream), stream.result
+            ([], None)
+        """
         self._cancelled.set()
         self._is_over = True
 

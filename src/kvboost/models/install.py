@@ -19,9 +19,14 @@ in_engines: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def get_flash_attn_tier(device: str | torch.device | None = None) -> str:
-    """The best attention tier of a device: "flash_attn", "flash_sdpa" or "sdpa".
+    """Name the best attention tier of a device: "flash_attn", "flash_sdpa" or "sdpa".
 
     Without a device that of the GPU if there is one, else of the CPU.
+
+    Example:
+        >>> from kvboost import get_flash_attn_tier
+        >>> get_flash_attn_tier("cpu")
+        'flash_sdpa'
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,7 +35,15 @@ def get_flash_attn_tier(device: str | torch.device | None = None) -> str:
 
 
 def flash_attention_available(device: str | torch.device | None = None) -> bool:
-    """Whether the best tier of a device has flash kernels."""
+    """Tell whether the best tier of a device has flash kernels.
+
+    Without a device that of the GPU if there is one, else of the CPU.
+
+    Example:
+        >>> from kvboost import flash_attention_available
+        >>> flash_attention_available("cpu")
+        True
+    """
     return get_flash_attn_tier(device) != "sdpa"
 
 
@@ -41,8 +54,15 @@ def install_flash_attention(model: PreTrainedModel, tier: str | None = None) -> 
     called again with another tier.
 
     Raises:
-        ConfigError: the tier does not exist, or cannot run here; the message says why.
+        ConfigError: the tier does not exist, or cannot run here; the message says why. Or an
+            engine has the model.
         UnsupportedModel: the model's attention cannot be replaced.
+
+    Example:
+        >>> from kvboost import install_flash_attention, uninstall_flash_attention
+        >>> install_flash_attention(model, tier="sdpa")
+        'sdpa'
+        >>> uninstall_flash_attention(model)
     """
     _refuse_engines(model)
     if tier is not None and tier not in kernels.TIERS:
@@ -62,7 +82,19 @@ def install_flash_attention(model: PreTrainedModel, tier: str | None = None) -> 
 
 
 def uninstall_flash_attention(model: PreTrainedModel) -> None:
-    """Give a model its own attention back; does nothing if it has it."""
+    """Give a model its own attention back; does nothing if it has it.
+
+    Raises:
+        ConfigError: an engine has the model: close it first.
+
+    Example:
+        >>> from kvboost import install_flash_attention, uninstall_flash_attention
+        >>> own = model.config._attn_implementation
+        >>> tier = install_flash_attention(model)
+        >>> uninstall_flash_attention(model)
+        >>> model.config._attn_implementation == own
+        True
+    """
     _refuse_engines(model)
     native = _native.pop(model, None)
     if native is not None:

@@ -2,7 +2,9 @@
 
 import sys
 
-HINT = "the server needs `pip install 'kvboost[server]'`"
+from kvboost.errors import missing_extra
+
+HINT = missing_extra("the server", "server")
 
 
 def main() -> int:

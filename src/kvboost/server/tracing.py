@@ -6,6 +6,8 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+from kvboost.errors import missing_extra
+
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, TracerProvider
 
@@ -36,7 +38,7 @@ def provider_from_environment(model: str) -> TracerProvider | None:
         from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
     except ImportError:
-        log.warning("OTEL_* is set, but tracing needs `pip install 'kvboost[otel]'`: it is off")
+        log.warning("OTEL_* is set, but tracing is off: %s", missing_extra("it", "otel"))
         return None
     name = os.environ.get("OTEL_SERVICE_NAME", "kvboost")
     resource = Resource.create({"service.name": name, "kvboost.model": model})

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvboost.core import FrameKey
-from kvboost.errors import ConfigError, TierUnavailable
+from kvboost.errors import ConfigError, TierUnavailable, missing_extra
 from kvboost.tiers.address import seconds, shown, take_options
 from kvboost.tiers.base import Tier, TierStats
 
@@ -54,9 +54,7 @@ class RedisTier(Tier):
         try:
             from redis import ConnectionPool, exceptions  # noqa: PLC0415
         except ImportError as error:
-            raise ConfigError(
-                f"{self._address} needs the extra `redis`: pip install 'kvboost[redis]'"
-            ) from error
+            raise ConfigError(missing_extra(self._address, "redis")) from error
         self._no_room = exceptions.OutOfMemoryError
         self._refusal = exceptions.ResponseError
         try:

@@ -68,6 +68,16 @@ def test_clear_and_errors(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "is no folder" in error and "secret" not in error
 
 
+def test_what_is_done_is_told_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = {}
+    for action in ("verify", "gc", "clear"):
+        assert main(["cache", action, str(folder), "--json"]) == 0
+        told[action] = json.loads(capsys.readouterr().out)
+    assert told["verify"] == {"chunks": 14, "damaged": 0, "lost": 0}
+    assert (told["gc"]["kept"], told["gc"]["dropped"]) == (14, 0)
+    assert told["clear"]["freed_mb"] > 0
+
+
 def test_verify_misses_what_is_gone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     index = folder / "index-v1.log"
     index.write_bytes(index.read_bytes()[:-100])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import kvboost.engine.engine
+import kvboost.models.load
 from fakes import WordTokenizer
 from kvboost.cli import main as cli
 from tiny_models import SUPPORTED, build
@@ -20,7 +20,7 @@ DOCUMENT = " ".join(str(10 + number * 7 % 400) for number in range(150))
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     made = lambda *_: (build(*SUPPORTED["llama"]), WordTokenizer())  # noqa: E731
-    monkeypatch.setattr(kvboost.engine.engine, "load", made)
+    monkeypatch.setattr(kvboost.models.load, "load", made)
 
 
 @pytest.fixture
@@ -32,7 +32,12 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 def test_json_has_every_span(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     prompt, seen = files
-    assert cli.main(["explain", prompt, "--model", "tiny", "--seen", seen, "--json"]) == 0
+    assert (
+        cli.main(
+            ["explain", prompt, "--model", "tiny", "--seen", seen, "--reuse", "auto", "--json"]
+        )
+        == 0
+    )
     report = json.loads(capsys.readouterr().out)
     assert [each["kind"] for each in report["spans"]] == ["miss", "moved", "miss"]
     assert report["spans"][1]["stop"] - report["spans"][1]["start"] == 150
@@ -43,7 +48,7 @@ def test_text_shows_the_spans_and_their_reasons(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompt, seen = files
-    assert cli.main(["explain", prompt, "--model", "tiny", "--seen", seen]) == 0
+    assert cli.main(["explain", prompt, "--model", "tiny", "--seen", seen, "--reuse", "auto"]) == 0
     shown = capsys.readouterr().out
     assert "3 tokens later than when it was computed" in shown
     assert "159 tokens: exact 0%, moved 94%, miss 6%" in shown

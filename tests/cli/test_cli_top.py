@@ -68,6 +68,13 @@ def test_once_shows_load_reuse_tiers_and_errors(
     assert "503 queue_full" in screen and "4 since the start, 1 with errors" in screen
 
 
+def test_json_is_what_the_server_says(
+    server: str, figures: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["top", "--json", "--url", server, "--api-key", KEY]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(figures))
+
+
 def test_what_a_client_sent_does_not_steer_the_terminal(figures: dict[str, Any]) -> None:
     screen = shown(figures)
     assert "\x1b[2J" not in screen and r"req-\x1b[2J" in screen

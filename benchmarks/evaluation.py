@@ -1,0 +1,70 @@
+"""Does the LM Evaluation Harness score the same, and how long does it take? `hf` beside `kvboost`.
+
+Few-shot tasks over local files. Time is that of the model's answers alone; each run has a process
+of its own, which has not seen the prompts before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from evaluation_tasks import make_tasks
+from material import DTYPES
+from measure import in_process
+
+WORKER = Path(__file__).parent / "evaluation_worker.py"
+MODELS: dict[str, tuple[str, dict[str, str]]] = {
+    "hf": ("hf", {}),
+    "off": ("kvboost", {"reuse": "off"}),
+    "exact": ("kvboost", {"reuse": "exact"}),
+    "auto": ("kvboost", {"reuse": "auto"}),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shots", type=int, default=5)
+    parser.add_argument("--limit", type=int, default=40, help="questions of each task")
+    parser.add_argument("--data", type=Path, help="folder with nq-open-oracle.jsonl.gz")
+    parser.add_argument("--with", nargs="+", choices=MODELS, default=["hf", "off", "exact"],
+                        dest="models", help="models to run, in turns")  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        names = make_tasks(Path(folder), options.shots, options.data)
+        for model in options.model:
+            rows += _compare(model, names, folder, options)
+    return rows
+
+
+def _compare(
+    model: str, names: list[str], folder: str, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    scores: dict[tuple[str, str], dict[str, float]] = {}
+    dtype = str(DTYPES[options.dtype]).removeprefix("torch.")
+    common = {"tasks": names, "folder": folder, "limit": options.limit}
+    for turn in range(options.rounds):
+        for kind in options.models if turn % 2 == 0 else options.models[::-1]:
+            name, own = MODELS[kind]
+            arguments = {"pretrained": model, "dtype": dtype, **own}
+            outcomes = in_process(WORKER, {"name": name, "arguments": arguments, **common})
+            for task, (score, seconds) in outcomes.items():
+                scores[task, kind] = score
+                times[task, kind].append(seconds)
+    rows = []
+    for task in names:
+        for kind in options.models:
+            row = {"model": model.rstrip("/").split("/")[-1], "dtype": options.dtype, "task": task}
+            row |= {"with": kind, "shots": options.shots, "limit": options.limit}
+            row |= {"seconds": round(statistics.median(times[task, kind]), 2)}
+            rows.append(row | scores[task, kind])
+            shown = ", ".join(f"{key} {value:.6f}" for key, value in scores[task, kind].items())
+            print(f"{task:14} {kind:6} {row['seconds']:8.2f} s  {shown}", flush=True)
+    return rows

@@ -1,0 +1,202 @@
+"""Draw the diagrams of the docs: rows of a prompt, the stages, the tiers, a fleet.
+
+Boxes, arrows and text by their coordinates; the same bytes every time. Colours are those of the
+reader's system, light or dark.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+WIDTH = 780
+CELL, NUM_CELLS = 17, 24
+STYLE = """
+.paper{fill:#fbfcfc}.box{fill:#fff;stroke:#50626b}.line{fill:none;stroke:#50626b;stroke-width:1.5}
+.tip{fill:#50626b}text{fill:#1d2a30;font:15px system-ui,"Segoe UI",Helvetica,Arial,sans-serif}
+.bold{font-weight:600}.small{font-size:13px;fill:#50626b}.mid{text-anchor:middle}.end{text-anchor:end}
+.stored{fill:#a9ddd4;stroke:#0b6e63}.moved{fill:#f7dfae;stroke:#a8690a}
+.computed{fill:#0b6e63;stroke:#0b6e63}.repaired{fill:#d98a12;stroke:#a8690a}
+@media (prefers-color-scheme:dark){.paper{fill:#161d21}.box{fill:#222c31;stroke:#93a5ad}
+.line{stroke:#93a5ad}.tip{fill:#93a5ad}text{fill:#e4ebee}.small{fill:#a9b8bf}
+.stored{fill:#1d4a44;stroke:#5fc9bb}.moved{fill:#4d3a16;stroke:#e0a94a}
+.computed{fill:#5fc9bb;stroke:#5fc9bb}.repaired{fill:#e0a94a;stroke:#e0a94a}}
+"""
+Point = tuple[float, float]
+
+
+class Drawing:
+    """Shapes in the order in which they were drawn."""
+
+    def __init__(self, title: str, height: int) -> None:
+        self._title, self._height = title, height
+        self._shapes: list[str] = []
+
+    def text(self, x: float, y: float, words: str, kind: str = "") -> None:
+        """Write a line; `mid` in `kind` centres it at x."""
+        self._shapes.append(f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(words)}</text>')
+
+    def rectangle(self, x: float, y: float, width: float, height: float, kind: str) -> None:
+        """Draw a rectangle with its upper left corner at x, y."""
+        self._shapes.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" '
+            f'class="{kind}"/>'
+        )
+
+    def box(self, x: float, y: float, width: float, height: float, *lines: str) -> None:
+        """Draw a box with a title in it and small lines below that."""
+        self.rectangle(x, y, width, height, "box")
+        first = y + height / 2 + 5 - 9.5 * (len(lines) - 1)
+        for number, line in enumerate(lines):
+            kind = "mid small" if number else "mid bold"
+            self.text(x + width / 2, first + 19 * number, line, kind)
+
+    def arrow(self, *points: Point, is_dashed: bool = False) -> None:
+        """Draw a line through the points with a tip at the last."""
+        path = "M" + "L".join(f"{x:g},{y:g}" for x, y in points)
+        dashes = ' stroke-dasharray="5 4"' if is_dashed else ""
+        self._shapes.append(f'<path class="line"{dashes} d="{path}"/>')
+        (x0, y0), (x, y) = points[-2:]
+        along = ((x > x0) - (x < x0), (y > y0) - (y < y0))
+        back, side = (x - 9 * along[0], y - 9 * along[1]), (5 * along[1], 5 * along[0])
+        corners = [(x, y), (back[0] + side[0], back[1] + side[1])]
+        corners.append((back[0] - side[0], back[1] - side[1]))
+        tip = " ".join(f"{cx:g},{cy:g}" for cx, cy in corners)
+        self._shapes.append(f'<polygon class="tip" points="{tip}"/>')
+
+    def cells(self, x: float, y: float, row: str) -> None:
+        """Draw positions of a prompt: a letter each, as in CELLS."""
+        for number, letter in enumerate(row):
+            self.rectangle(x + number * CELL, y, CELL - 3, 22, CELLS[letter])
+
+    def svg(self) -> str:
+        """The picture."""
+        size = f'width="{WIDTH}" height="{self._height}" viewBox="0 0 {WIDTH} {self._height}"'
+        paper = f'<rect width="{WIDTH}" height="{self._height}" rx="10" class="paper"/>'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
+        parts = [head, f"<title>{escape(self._title)}</title>", f"<style>{STYLE}</style>", paper]
+        return "\n".join([*parts, *self._shapes, "</svg>", ""])
+
+
+CELLS = {"s": "stored", "m": "moved", "c": "computed", "r": "repaired"}
+
+
+def sparse_prefill() -> str:
+    """Which rows of a prompt are filled, and which are computed."""
+    drawing = Drawing("Sparse prefill: only the positions in S are computed", 268)
+    rows = (
+        ("a cold prompt", "c" * 24, "S: all positions"),
+        ("it begins as before", "s" * 18 + "c" * 6, "S: the rest"),
+        (
+            "known documents",
+            "sss" + "rmmmrmm" + "cc" + "rmmmmrmm" + "cccc",
+            "S: gaps, rest, repairs",
+        ),
+        ("a decoding step", "s" * 23 + "c", "S: the newest"),
+    )
+    drawing.text(24, 32, "One row of K/V for each position of the prompt", "bold")
+    for number, (name, row, chosen) in enumerate(rows):
+        y = 54 + 42 * number
+        drawing.text(24, y + 16, name)
+        drawing.cells(184, y, row)
+        drawing.text(184 + NUM_CELLS * CELL + 12, y + 16, chosen, "small")
+    legend = (
+        ("s", "from the store"),
+        ("m", "from the store, moved"),
+        ("r", "moved, and computed again"),
+        ("c", "computed"),
+    )
+    for number, (letter, meaning) in enumerate(legend):
+        x = (24, 184, 384, 616)[number]
+        drawing.cells(x, 228, letter)
+        drawing.text(x + 22, 244, meaning, "small")
+    return drawing.svg()
+
+
+def stages() -> str:
+    """The way of a prompt through the stages, and the store beside it."""
+    drawing = Drawing(
+        "The stages of a prompt: chunks, keys, lookup, place, repair, run, store", 230
+    )
+    names = (
+        ("chunks", "cut"),
+        ("keys", "name"),
+        ("lookup", "find"),
+        ("place", "copy, turn"),
+        ("repair", "choose S"),
+        ("run", "compute S"),
+        ("store", "keep"),
+    )
+    width, gap = 88, 18
+    for number, (name, does) in enumerate(names):
+        x = 30 + number * (width + gap)
+        drawing.box(x, 40, width, 62, name, does)
+        if number:
+            drawing.arrow((x - gap, 71), (x, 71))
+    lookup, place, store = (30 + n * (width + gap) + width / 2 for n in (2, 3, 6))
+    drawing.box(lookup - 44, 160, store - lookup + 88, 46, "the store: memory, disk, shared")
+    drawing.arrow((lookup, 102), (lookup, 160), is_dashed=True)
+    drawing.text(lookup - 10, 136, "asks for keys", "small end")
+    drawing.arrow((place, 160), (place, 102))
+    drawing.text(place + 10, 136, "K/V", "small")
+    drawing.arrow((store, 102), (store, 160))
+    drawing.text(store - 160, 136, "K/V, after the answer", "small")
+    drawing.text(30, 28, "tokens of a prompt", "small")
+    drawing.text(30 + 5 * (width + gap), 28, "the first token", "small")
+    return drawing.svg()
+
+
+def tiers() -> str:
+    """Where K/V lies, how it comes up and goes down."""
+    drawing = Drawing("Tiers: what is found comes up, what is new goes down after the answer", 330)
+    drawing.box(250, 20, 280, 46, "an engine computes a prompt")
+    drawing.box(150, 108, 480, 54, "memory", "always there: max_cache_bytes")
+    drawing.box(40, 218, 340, 62, "disk", "outlives the process: disk_cache_dir")
+    drawing.box(400, 218, 340, 62, "shared", "Redis, Valkey, Mooncake: cache_url")
+    for x, low, high, words in (
+        (330, 108, 66, "used at once"),
+        (190, 218, 162, "found"),
+        (550, 218, 162, "found"),
+    ):
+        drawing.arrow((x, low), (x, high))
+        drawing.arrow((x + 40, high), (x + 40, low))
+        drawing.text(x - 10, (low + high) / 2 + 5, words, "small end")
+        behind = "stored" if low == 108 else "written after the answer"
+        drawing.text(x + 50, (low + high) / 2 + 5, behind, "small")
+    bound = (
+        "A tier that is slow or down is a miss: a request waits at most tier_deadline_ms for it."
+    )
+    drawing.text(WIDTH / 2, 312, bound, "small mid")
+    return drawing.svg()
+
+
+def fleet() -> str:
+    """Requests, the ingress, the router, replicas and what they share."""
+    drawing = Drawing("A fleet: the router prefers the replica that has read most of a prompt", 330)
+    drawing.box(24, 120, 110, 56, "clients", "OpenAI's API")
+    drawing.box(190, 120, 120, 56, "ingress", "keys, retries")
+    drawing.box(190, 236, 120, 56, "router", "who holds it?")
+    drawing.arrow((134, 148), (190, 148))
+    drawing.arrow((250, 176), (250, 236), is_dashed=True)
+    for number in range(3):
+        y = 40 + 96 * number
+        drawing.box(400, y, 150, 56, f"replica {number + 1}", "engine, memory")
+        drawing.arrow((310, 148), (355, 148), (355, y + 28), (400, y + 28))
+        drawing.arrow((550, y + 28), (612, y + 28))
+    drawing.box(612, 40, 148, 248, "shared tier", "what one has read,", "all can load")
+    drawing.arrow((475, 288), (475, 312), (250, 312), (250, 292), is_dashed=True)
+    drawing.text(486, 316, "what replicas hold, every five seconds", "small")
+    return drawing.svg()
+
+
+DRAWN = {
+    "sparse-prefill.svg": sparse_prefill,
+    "stages.svg": stages,
+    "tiers.svg": tiers,
+    "fleet.svg": fleet,
+}
+
+if __name__ == "__main__":
+    for name, draw in DRAWN.items():
+        (PICTURES / name).write_text(draw())

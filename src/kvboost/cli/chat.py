@@ -1,0 +1,83 @@
+"""`kvboost chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kvboost.cli import flags
+from kvboost.cli.generate import as_dict, line, print_stream
+from kvboost.cli.loading import loaded
+from kvboost.errors import KVBoostError
+
+if TYPE_CHECKING:
+    from kvboost.engine.engine import KVBoost
+
+MAX_NEW_TOKENS = 512
+LEAVE = "/exit"
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    flags.about(
+        parser,
+        "Talks with a model in its own chat template. A line of standard input is a message; "
+        f"{LEAVE}, the end of input (Ctrl+D) or Ctrl+C end it. After each answer, standard error "
+        "says how much of the conversation was reused.",
+        "kvboost chat --model FOLDER --system 'You answer in one sentence.'",
+        "echo 'What is the capital of France?' | kvboost chat --model FOLDER --json",
+    )
+    parser.set_defaults(run=_chat)
+    parser.add_argument(
+        "--system", metavar="TEXT", help="message that the conversation begins with"
+    )
+    flags.add_model(parser)
+    flags.add_answer(parser, MAX_NEW_TOKENS)
+    flags.add_reuse(parser)
+    flags.add_tiers(parser)
+    flags.add_json(parser, "print one JSON object for each answer")
+
+
+def _chat(options: argparse.Namespace) -> int:
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    with loaded(options) as engine:
+        if engine.tokenizer.chat_template is None:
+            raise KVBoostError(f"model {options.model!r} has no chat template: use generate")
+        try:
+            for text in _lines():
+                messages.append({"role": "user", "content": text})
+                answer = _answer(engine, messages, options)
+                messages.append({"role": "assistant", "content": answer})
+        except KeyboardInterrupt:
+            sys.stderr.write("\n")
+    return 0
+
+
+def _answer(engine: KVBoost, messages: list[dict[str, str]], options: argparse.Namespace) -> str:
+    from kvboost.engine.texts import chat_tokens  # noqa: PLC0415
+
+    arguments = flags.sampling(options)
+    if options.json:
+        result = engine.chat(messages, **arguments)
+        sys.stdout.write(json.dumps(as_dict(result)) + "\n")
+        sys.stdout.flush()
+    else:
+        tokens = chat_tokens(messages, engine.tokenizer, add_generation_prompt=True)
+        result = print_stream(engine, tokens, arguments)
+    sys.stderr.write(f"[{line(result)}]\n")
+    return result.output_text
+
+
+def _lines() -> Iterator[str]:
+    """What the user says, until he leaves; on a terminal he is asked, and can edit."""
+    with suppress(ImportError):
+        import readline  # noqa: F401, PLC0415  (`input` uses it; not on every system)
+    prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
+    with suppress(EOFError):
+        while (said := input(prompt).strip()) != LEAVE:
+            if said:
+                yield said

@@ -1,0 +1,157 @@
+"""Flags that several commands have: one name, one help text and one default for each.
+
+Each can be given as a KVBOOST_* variable too, the same that the server reads; a flag wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import textwrap
+from collections.abc import Callable
+from typing import Any, get_args
+
+from kvboost.config import Options
+from kvboost.core import ReuseMode
+
+WIDTH = 90  # of descriptions
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def about(parser: argparse.ArgumentParser, text: str, *examples: str) -> None:
+    """Say what a command does, and show calls of it."""
+    parser.description = textwrap.fill(text, WIDTH)
+    if examples:
+        parser.epilog = "\n".join(["examples:", *(f"  {each}" for each in examples)])
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Flags that say which model, and how it is loaded."""
+    add_model_name(parser)
+    _add(
+        parser,
+        "gguf_file",
+        "GGUF file in the folder or repository of --model",
+        metavar="FILE",
+    )
+    add_dtype(parser, DTYPES, "of the weights; auto: as they are stored", "auto")
+    _add(
+        parser,
+        "device",
+        "cpu, cuda, cuda:1 ...; default: a GPU if there is one",
+        metavar="DEVICE",
+    )
+
+
+def add_model_name(parser: argparse.ArgumentParser) -> None:
+    """--model."""
+    _add(
+        parser,
+        "model",
+        "name, folder or GGUF file of the model",
+        metavar="MODEL",
+        required=not os.environ.get("KVBOOST_MODEL"),
+    )
+
+
+def add_dtype(
+    parser: argparse.ArgumentParser, choices: tuple[str, ...], text: str, default: str
+) -> None:
+    """--dtype, also by the short names bf16, fp16 and fp32."""
+    chosen = _one_of(choices, SHORT_DTYPES)
+    _add(parser, "dtype", text, default=default, type=chosen, choices=choices)
+
+
+def add_reuse(parser: argparse.ArgumentParser, choices: tuple[str, ...] | None = None) -> None:
+    """--reuse."""
+    modes = choices or get_args(ReuseMode)
+    text = "what is reused: exact is what a prompt begins with, auto also text at other places"
+    _add(parser, "reuse", text, default="exact", type=_one_of(modes), choices=modes)
+
+
+def add_tiers(parser: argparse.ArgumentParser) -> None:
+    """Flags for tiers that outlive the process."""
+    _add(parser, "disk_cache_dir", _help_of("disk_cache_dir"), metavar="FOLDER")
+    _add(parser, "cache_url", _help_of("cache_url"), metavar="URL")
+
+
+def add_answer(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    """Flags for the length and the choice of an answer's tokens."""
+    add_max_new_tokens(parser, max_new_tokens)
+    parser.add_argument(
+        "--temperature",
+        type=_temperature,
+        default=0.0,
+        metavar="T",
+        help="0 takes the likeliest token each time, more draws (default: 0)",
+    )
+
+
+def add_max_new_tokens(parser: argparse.ArgumentParser, default: int) -> None:
+    """--max-new-tokens."""
+    parser.add_argument(
+        "--max-new-tokens",
+        type=_count,
+        default=default,
+        metavar="N",
+        help=f"tokens of an answer at most (default: {default})",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser, text: str = "print the result as JSON") -> None:
+    """--json."""
+    parser.add_argument("--json", action="store_true", help=text)
+
+
+def sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """The flags of `add_answer` as arguments of `generate` and `stream`."""
+    chosen: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
+    if options.temperature:
+        chosen |= {"do_sample": True, "temperature": options.temperature}
+    return chosen
+
+
+def _add(parser: argparse.ArgumentParser, name: str, text: str, **given: Any) -> None:
+    variable = f"KVBOOST_{name.upper()}"
+    default = given.pop("default", None)
+    notes = [f"default: {default}"] if default else []
+    parser.add_argument(
+        f"--{name.replace('_', '-')}",
+        default=os.environ.get(variable) or default,
+        help=f"{text} ({'; '.join([*notes, variable])})",
+        **given,
+    )
+
+
+def _help_of(name: str) -> str:
+    found = next(each for each in dataclasses.fields(Options) if each.name == name)
+    return str(found.metadata["help"])
+
+
+def _one_of(choices: tuple[str, ...], others: dict[str, str] | None = None) -> Callable[[str], str]:
+    # argparse compares flags with `choices`, but not defaults, which may come from variables.
+    def chosen(text: str) -> str:
+        word = (others or {}).get(text, text)
+        if word not in choices:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(choices)}")
+        return word
+
+    return chosen
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number above 0")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 0")
+    return number

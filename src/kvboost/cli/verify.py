@@ -1,0 +1,102 @@
+"""`kvboost verify`: whether reuse changes a model's answers, with all that a bug report needs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import sys
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from kvboost import __version__
+from kvboost.cli import flags
+from kvboost.cli.loading import hosted, load_model, read
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvboost.engine.results import CorrectnessReport
+
+MAX_NEW_TOKENS = 32
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    flags.about(
+        parser,
+        "Answers each prompt with reuse and without, and compares the answers and the logits. "
+        "With --reuse auto each prompt is answered on what the ones before it left in the store, "
+        "so give prompts that share text. Exit code 1 if answers differ more than is allowed. "
+        "Reports of wrong output need the JSON of this; it holds no text of your prompts.",
+        "kvboost verify --model FOLDER",
+        "kvboost verify prompt.txt other.txt --reuse auto --model FOLDER --json",
+    )
+    parser.set_defaults(run=_verify)
+    parser.add_argument(
+        "prompts",
+        nargs="*",
+        metavar="FILE",
+        help="file with a prompt; - for standard input (default: built-in prompts)",
+    )
+    flags.add_model(parser)
+    flags.add_max_new_tokens(parser, MAX_NEW_TOKENS)
+    flags.add_reuse(parser, ("exact", "auto"))
+    flags.add_tiers(parser)
+    flags.add_json(parser)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    prompts = [read(name) for name in options.prompts] or None
+    model, tokenizer = load_model(options)
+    with hosted(options, model, tokenizer) as engine:
+        report = engine.verify_correctness(prompts, options.max_new_tokens, reuse=options.reuse)
+    page = {
+        "holds": bool(report),
+        "verdict": str(report),
+        "reuse": options.reuse,
+        **dataclasses.asdict(report),
+        "model": {"name": options.model, **_facts(model)},
+        "versions": _versions(),
+    }
+    if options.json:
+        sys.stdout.write(json.dumps(page, indent=2) + "\n")
+    else:
+        _print(report, page)
+    return 0 if report else 1
+
+
+def _facts(model: PreTrainedModel) -> dict[str, str]:
+    from kvboost.models.certify import measure_geometry  # noqa: PLC0415  (loads torch)
+    from kvboost.models.fingerprint import fingerprint  # noqa: PLC0415
+
+    return {
+        "class": type(model).__name__,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "fingerprint": fingerprint(model, measure_geometry(model)).hex(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "kvboost": __version__,
+        **{name: version(name) for name in ("transformers", "torch")},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def _print(report: CorrectnessReport, page: dict[str, Any]) -> None:
+    for number, check in enumerate(report.checks, 1):
+        place = check.first_difference
+        told = "the same answer" if place is None else f"answers differ from token {place} on"
+        sys.stdout.write(
+            f"prompt {number}: {told}; KL {check.mean_kl:.2g}, at most {check.max_kl:.2g}; "
+            f"{check.cached_tokens} of {check.prompt_tokens} tokens reused\n"
+        )
+    for name in ("model", "versions"):
+        facts = ", ".join(f"{key} {value}" for key, value in page[name].items())
+        sys.stdout.write(f"{name}: {facts}\n")
+    sys.stdout.write(f"{report}\n")

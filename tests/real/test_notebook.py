@@ -1,0 +1,47 @@
+"""The notebook runs from top to bottom, and shows what its text says."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from make_notebook import NOTEBOOK, run
+
+SRC = Path(__file__).parents[2] / "src"
+MOST_BYTES = 300_000
+
+
+def printed(notebook: nbformat.NotebookNode) -> str:
+    outputs = [each for cell in notebook.cells for each in cell.get("outputs", ())]
+    return "".join(each.get("text", "") for each in outputs)
+
+
+def check(text: str) -> None:
+    shares = {mode: int(share) for mode, share in re.findall(r"(\w+) +median.* (\d+)% of", text)}
+    assert shares["off"] == 0 < shares["exact"] < shares["auto"]
+    assert "computed again" in text
+    exact, auto = text.split("reuse='auto'")
+    kl = [float(each) for each in re.findall(r"mean KL ([\d.]+)", exact.split("reuse='exact'")[1])]
+    assert len(kl) == 3 and max(kl) < 1e-6
+    assert "mean KL" in auto
+
+
+def test_the_committed_notebook_has_the_outputs_of_a_run() -> None:
+    assert NOTEBOOK.stat().st_size < MOST_BYTES
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    check(printed(notebook))
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert NOTEBOOK.read_text().count('"image/png"') == 2
+    assert '"stderr"' not in NOTEBOOK.read_text()  # paths of the machine that it was run on
+
+
+@pytest.mark.model
+def test_the_notebook_runs_from_top_to_bottom(smol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBOOST_MODEL", smol)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SRC), os.environ.get("PYTHONPATH", "")]))
+    check(printed(run(NOTEBOOK)))
