@@ -34,7 +34,7 @@ DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 # Of the top level of a source archive; what else lies in a clone stays there.
 IN_SDIST = {
     *(".dockerignore", ".gitignore", "LICENSE", "PKG-INFO", "justfile", "pyproject.toml"),
-    *(".ci", ".github", "benchmarks", "deploy", "docs", "examples", "scripts", "src", "tests"),
+    *(".github", "benchmarks", "deploy", "docs", "examples", "scripts", "src", "tests"),
 }
 
 
@@ -121,12 +121,12 @@ def check_wheel(wheel: Path, root: Path, version: str) -> None:
         raise Failed(f"the wheel has no command {', '.join(missing)}")
 
 
-def check_sdist(sdist: Path) -> None:
+def check_sdist(sdist: Path, root: Path) -> None:
     """The source archive has what a release can be built and tested from, and no stray files."""
     with tarfile.open(sdist) as archive:
         paths = [PurePosixPath(name).parts[1:] for name in archive.getnames()]
     top = {parts[0] for parts in paths if parts}
-    pages = {path.name for path in ROOT.glob("*.md")}
+    pages = {path.name for path in root.glob("*.md")}
     _compare("source archive", IN_SDIST | pages, top)
     stray = ["/".join(parts) for parts in paths if {".env", "__pycache__", "venv"} & {*parts}]
     if stray:
@@ -140,10 +140,15 @@ def _compare(what: str, expected: set[str], names: set[str], allowed: str = "") 
         raise Failed(f"the {what} lacks {missing[:5]} and has {unknown[:5]} beyond what it should")
 
 
+def python_of(environment: Path) -> Path:
+    """The Python of a virtual environment."""
+    return environment / ("Scripts" if os.name == "nt" else "bin") / "python"
+
+
 def make_environment(folder: Path, wheel: Path, pins: Iterable[str], *, is_offline: bool) -> Path:
     """Install the wheel into a new environment; its Python comes back."""
     run(sys.executable, "-m", "venv", "--clear", folder)
-    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    python = python_of(folder)
     if is_offline:
         # Behind the wheel on the path. Files .pth in that folder, as of editable projects, are
         # not followed.
@@ -197,7 +202,7 @@ def judge_audit(report: str, said: str) -> None:
         found: list[dict[str, Any]] = json.loads(report)["dependencies"]
     except ValueError:
         last = said.strip().splitlines()[-1:]
-        raise Failed(f"pip-audit could not reach its service: {' '.join(last)}") from None
+        raise Failed(f"pip-audit gave no report: {' '.join(last)}") from None
     skipped = [each["name"] for each in found if "skip_reason" in each]
     if len(skipped) == len(found):
         # It takes a server that knows no package for one that knows no vulnerability.
@@ -223,35 +228,37 @@ def main() -> int:
     folder = given.folder.absolute()
     dist, environment = folder / "dist", folder / "environment"
     dist.mkdir(parents=True, exist_ok=True)
-    version, offline = version_of(ROOT), given.offline
-    python = environment / ("Scripts" if os.name == "nt" else "bin") / "python"
+    version, offline = partial(version_of, ROOT), given.offline
+    python = python_of(environment)
     steps: list[tuple[str, Callable[[], object]]] = [
-        ("changelog", lambda: check_changelog((ROOT / "CHANGELOG.md").read_text(), version)),
-        ("tag", partial(check_tag, ROOT, version)),
+        ("changelog", lambda: check_changelog((ROOT / "CHANGELOG.md").read_text(), version())),
+        ("tag", lambda: check_tag(ROOT, version())),
         ("build", partial(build, ROOT, dist, is_offline=offline)),
         ("twine", lambda: run(sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir())),
-        ("wheel", lambda: check_wheel(built(dist, ".whl"), ROOT, version)),
-        ("source archive", lambda: check_sdist(built(dist, ".tar.gz"))),
+        ("wheel", lambda: check_wheel(built(dist, ".whl"), ROOT, version())),
+        ("source archive", lambda: check_sdist(built(dist, ".tar.gz"), ROOT)),
         (
             "install",
             lambda: make_environment(
                 environment, built(dist, ".whl"), given.pin, is_offline=offline
             ),
         ),
-        ("smoke", partial(smoke, python, version)),
+        ("smoke", lambda: smoke(python, version())),
         ("sbom", partial(write_sbom, python, folder / "sbom.cdx.json")),
     ]
     if not offline:
         steps.append(("audit", partial(audit, python)))
-    return 1 if sum(_failed(title, step) for title, step in steps) else 0
+    return 1 if sum(failed(title, step) for title, step in steps) else 0
 
 
-def _failed(title: str, step: Callable[[], object]) -> bool:
+def failed(title: str, step: Callable[[], object]) -> bool:
+    """Do a step and say how it went."""
     started = time.monotonic()
     try:
         step()
-    except (Failed, OSError) as error:
-        print(f"{title}: FAILED: {error}", flush=True)
+    except (Failed, OSError, KeyError, ValueError, zipfile.BadZipFile, tarfile.TarError) as error:
+        kind = "" if isinstance(error, Failed) else f"{type(error).__name__}: "
+        print(f"{title}: FAILED: {kind}{error}", flush=True)
         return True
     print(f"{title}: ok, {time.monotonic() - started:.0f} s", flush=True)
     return False

@@ -1,4 +1,4 @@
-"""Draw the diagrams of the docs: rows of a prompt, the stages, the tiers, a fleet.
+"""Draw the diagrams of the docs: rows of a prompt, the stages, the tiers, a fleet; a plot of a run.
 
 Boxes, arrows and text by their coordinates; the same bytes every time. Colours are those of the
 reader's system, light or dark.
@@ -6,10 +6,14 @@ reader's system, light or dark.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+from kvboost.bench.report.picture import readme_picture
+
+ROOT = Path(__file__).parents[1]
+PICTURES = ROOT / "docs" / "pictures"
 WIDTH = 780
 CELL, NUM_CELLS = 17, 24
 STYLE = """
@@ -195,6 +199,7 @@ DRAWN = {
     "stages.svg": stages,
     "tiers.svg": tiers,
     "fleet.svg": fleet,
+    "first-token.svg": partial(readme_picture, ROOT / "benchmarks" / "report" / "results.jsonl"),
 }
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 import textwrap
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -57,6 +59,25 @@ def fences(page: Path) -> list[Fence]:
         )
         for found in FENCE.finditer(text)
     ]
+
+
+def outputs(page: Path) -> dict[int, str]:
+    """What a page shows right below its Python, by the line of that."""
+    return {
+        code.line: below.text
+        for code, below in pairwise(fences(page))
+        if (code.language, below.language) == ("python", "text")
+        # Between the two: the ends of both fences, and a blank line at most.
+        and below.line - code.line - code.text.count("\n") <= 3
+    }
+
+
+def is_shown(shown: str, printed: str) -> bool:
+    """Whether this was printed: `...` stands for anything, blanks at ends of lines do not count."""
+    texts = [
+        "".join(f"{line.rstrip()}\n" for line in each.splitlines()) for each in (shown, printed)
+    ]
+    return doctest.OutputChecker().check_output(*texts, doctest.ELLIPSIS)
 
 
 def statements(script: str) -> list[str]:

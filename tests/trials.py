@@ -1,7 +1,8 @@
-"""Two hundred requests with a fault in the middle of them, and what must hold all the same."""
+"""Many requests with a fault in the middle of them, and what must hold all the same."""
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import threading
@@ -17,7 +18,8 @@ from kvboost import KVBoost
 from tiny_models import SUPPORTED, build
 
 DEADLINE_MS = 250
-NUM_REQUESTS, FAULT_BEGINS, FAULT_ENDS = 200, 60, 130
+NUM_REQUESTS = int(os.environ.get("KVBOOST_TEST_FAULTS", "100"))
+FAULT_BEGINS, FAULT_ENDS = 3 * NUM_REQUESTS // 10, 13 * NUM_REQUESTS // 20
 NUM_NEW = 3
 CHUNK_SIZE = 16
 NUM_CHUNKS_IN_MEMORY = 30

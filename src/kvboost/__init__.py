@@ -28,6 +28,12 @@ The same as a stream, as a conversation, and for several prompts together:
     >>> prompts = ["The capital of France is", "The capital of Italy is"]
     >>> [each.output_text for each in engine.generate_batch(prompts, max_new_tokens=2)]
     [' Paris.', ' Rome.']
+
+How likely the model finds continuations of a prompt:
+
+    >>> paris, rome = engine.score("The capital of France is", [" Paris", " Rome"]).scores
+    >>> paris.logprob > rome.logprob
+    True
     >>> engine.close()
 
 What there is by name:

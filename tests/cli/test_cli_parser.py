@@ -160,6 +160,15 @@ def test_a_folder_without_a_model_and_a_name_without_a_hub(
         assert last.startswith(f"kvboost: model '{model}': ") and told in last
 
 
+def test_doctor_tells_in_a_line_that_a_model_cannot_be_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
+    assert main(["doctor", "--model", str(tmp_path)]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"kvboost: model '{tmp_path}': ") and not last.endswith(":")
+
+
 def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted:
         def read(self) -> str:

@@ -36,6 +36,7 @@ def test_an_image_is_built_from_what_docker_is_sent(path: Path) -> None:
     assert {"pyproject.toml", "README.md", "LICENSE", "src"} <= {*image.copied}
 
 
+@pytest.mark.skipif(not (ROOT / ".ci").exists(), reason="source archives have no gate")
 def test_all_have_the_torch_of_the_gate() -> None:
     version = re.compile(r"torch==([\d.]+)")
     (expected,) = version.findall((ROOT / ".ci/run").read_text())

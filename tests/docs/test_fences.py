@@ -13,8 +13,21 @@ import yaml
 
 import run as benchmarks
 from kvboost.cli.main import make_parser
-from kvboost.server.options import read_options, tomllib
-from pages import DOCS, ONLY_CHECKED, PAGES, ROOT, Fence, fences, name_of, statements
+from kvboost.errors import ConfigError
+from kvboost.server.keys import tomllib
+from kvboost.server.options import read_options
+from pages import (
+    DOCS,
+    ONLY_CHECKED,
+    PAGES,
+    ROOT,
+    Fence,
+    fences,
+    is_shown,
+    name_of,
+    outputs,
+    statements,
+)
 
 CHECKS: dict[str, Callable[[str], object]] = {
     "toml": tomllib.loads,
@@ -106,7 +119,7 @@ def test_the_check_finds_a_wrong_flag() -> None:
         "kvboost bench run --modle x",
         "python benchmarks/run.py speed --modle x",
     ):
-        with pytest.raises((SystemExit, Exception)):
+        with pytest.raises((SystemExit, ConfigError)):
             check_command(wrong)
 
 
@@ -119,3 +132,17 @@ def test_a_fence_is_read_with_what_excuses_it(tmp_path: Path) -> None:
         Fence("sh", "make it\n", 4, "an hour"),
         Fence("text", "c\n", 9, None),
     ]
+
+
+def test_an_output_is_what_stands_right_below_the_code(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nprint(1)\n```\n\n```text\n1\n```\n\n```python\nx\n```\n\nwords\n\n```text\n2\n```\n"
+    )
+    assert outputs(page) == {2: "1\n"}
+
+
+def test_what_is_shown_may_leave_out_and_not_differ() -> None:
+    assert is_shown("0% of ... tokens\ndone\n", "0% of 551 tokens \ndone\n")
+    assert not is_shown("0% of ... tokens\ndone\n", "1% of 551 tokens\ndone\n")
+    assert not is_shown("0% of ... tokens\n", "0% of 551 tokens\ndone\n")

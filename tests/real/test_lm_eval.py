@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lm_eval import simple_evaluate
 from lm_eval.api.registry import get_model
+from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-import kvboost.integrations.lm_eval  # noqa: F401 - registers the model
 from evaluation_tasks import make_tasks
+from kvboost import ConfigError
+from kvboost.config import option_names
+from kvboost.integrations.lm_eval import SHARED_NAMES, WITHOUT_EFFECT  # registers the model
 from tiny_models import save
 
 NUM_SHOTS, NUM_QUESTIONS = 2, 4
@@ -82,3 +86,13 @@ def test_long_contexts_are_cut_at_their_beginning_as_the_harness_does(tmp_path: 
     with pytest.raises(ValueError, match="does not fit"):
         lm._loglikelihood_tokens([(("", ""), [5], list(range(5, 60)))])
     lm.engine.close()
+
+
+def test_names_that_both_have_are_known() -> None:
+    assert {*option_names()} & {*inspect.signature(HFLM).parameters} == {*SHARED_NAMES}
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_arguments_without_effect_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=float32: has no effect"):
+        model_of("kvboost", "no-such-model", f",{name}=float32")

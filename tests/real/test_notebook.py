@@ -20,9 +20,15 @@ def printed(notebook: nbformat.NotebookNode) -> str:
     return "".join(each.get("text", "") for each in outputs)
 
 
+def shares_of(text: str) -> dict[str, int]:
+    """Percents of the prompts that were reused, by mode."""
+    return {mode: int(share) for mode, share in re.findall(r"(\w+) +median.* (\d+)% of", text)}
+
+
 def check(text: str) -> None:
-    shares = {mode: int(share) for mode, share in re.findall(r"(\w+) +median.* (\d+)% of", text)}
-    assert shares["off"] == 0 < shares["exact"] < shares["auto"]
+    shares = shares_of(text)
+    # Whether moved text is worth it is decided by the pace of the machine.
+    assert shares["off"] == 0 < shares["exact"] <= shares["auto"]
     assert "computed again" in text
     exact, auto = text.split("reuse='auto'")
     kl = [float(each) for each in re.findall(r"mean KL ([\d.]+)", exact.split("reuse='exact'")[1])]
@@ -33,7 +39,9 @@ def check(text: str) -> None:
 def test_the_committed_notebook_has_the_outputs_of_a_run() -> None:
     assert NOTEBOOK.stat().st_size < MOST_BYTES
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    check(printed(notebook))
+    text = printed(notebook)
+    check(text)
+    assert shares_of(text)["exact"] < shares_of(text)["auto"]
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert NOTEBOOK.read_text().count('"image/png"') == 2

@@ -46,7 +46,7 @@ def test_pypi_would_take_both_archives(dist: Path) -> None:
 
 def test_the_archives_have_what_they_should_and_nothing_else(dist: Path) -> None:
     check_wheel(built(dist, ".whl"), ROOT, VERSION)
-    check_sdist(built(dist, ".tar.gz"))
+    check_sdist(built(dist, ".tar.gz"), ROOT)
 
 
 @pytest.mark.parametrize("stray", ["tests/test_core.py", "kvboost/notes.txt", "benchmarks/run.py"])

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from check_release import ROOT, Failed, check_changelog, check_tag, judge_audit, version_of
+from check_release import (
+    ROOT,
+    Failed,
+    check_changelog,
+    check_tag,
+    check_wheel,
+    failed,
+    judge_audit,
+    version_of,
+)
 
 
 def test_a_changelog_of_this_version_with_a_date_is_right() -> None:
@@ -65,9 +74,26 @@ def test_an_audit_without_findings_is_right() -> None:
         (report(FINE, {"name": "jinja2", "vulns": [{"id": "CVE-1"}]}), "jinja2 CVE-1"),
         (report(FINE, SKIPPED), "not looked up: .*torch"),
         (report(SKIPPED, SKIPPED), "could not reach its service"),
-        ("", "could not reach its service: no route"),
+        ("", "gave no report: no route"),
     ],
 )
 def test_an_audit_that_found_something_or_nothing_at_all_fails(said: str, reason: str) -> None:
     with pytest.raises(Failed, match=reason):
         judge_audit(said, "Traceback\nno route")
+
+
+def test_a_step_that_fails_does_not_end_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheel = tmp_path / "a.whl"
+    wheel.write_text("no archive")
+    steps = {
+        "wheel": lambda: check_wheel(wheel, ROOT, "1.0"),
+        "report": lambda: json.loads("{"),
+        "audit": lambda: judge_audit("{}", ""),
+        "version": lambda: version_of(tmp_path),
+    }
+    assert all(failed(title, step) for title, step in steps.items())
+    said = capsys.readouterr().out
+    assert "wheel: FAILED: BadZipFile" in said
+    assert "audit: FAILED: KeyError: 'dependencies'" in said

@@ -17,7 +17,7 @@ import pytest
     ],
 )
 def test_the_command_names_the_extra_that_is_missing(call: str) -> None:
-    missing = dict.fromkeys(["fastapi", "pydantic", "starlette", "uvicorn"])
+    missing = dict.fromkeys(["fastapi", "pydantic", "starlette", "tomli", "uvicorn"])
     program = f"""
 import sys
 sys.modules |= {missing}

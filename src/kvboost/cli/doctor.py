@@ -7,7 +7,7 @@ import sys
 import time
 
 from kvboost.cli import flags
-from kvboost.cli.loading import named, quieten
+from kvboost.cli.loading import quieten
 from kvboost.errors import ConfigError
 
 LOADED_WITH = ("model", "gguf_file", "dtype", "device")
@@ -59,8 +59,7 @@ def _doctor(options: argparse.Namespace) -> int:
     def say(what: str) -> None:
         sys.stderr.write(f"{time.perf_counter() - started:6.1f} s  {what}\n")
 
-    with named(options.model):
-        found = visit(wishes, say)
+    found = visit(wishes, say)
     said = findings(found)
     advised = settings(found, options.disk_cache_dir, options.cache_url)
     if options.json:

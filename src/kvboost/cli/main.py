@@ -38,7 +38,7 @@ exit codes:
   0    done
   1    it failed, or a check did not hold; the reason is on standard error
   2    wrong usage
-  130  interrupted with Ctrl+C
+  130  interrupted with Ctrl+C (chat and top: 0)
 """
 
 

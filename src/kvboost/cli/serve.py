@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 
 from kvboost.cli import flags
-from kvboost.cli.loading import named
 from kvboost.errors import KVBoostError
 from kvboost.server.__main__ import HINT
+from kvboost.server.options import add_flags
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -22,12 +21,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "kvboost serve --config server.toml --host 0.0.0.0 --api-keys keys.toml",
     )
     parser.set_defaults(run=_serve)
-    try:
-        from kvboost.server.options import add_flags  # noqa: PLC0415
-
-        add_flags(parser)
-    except ImportError:
-        parser.epilog = HINT
+    add_flags(parser)
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -35,6 +29,4 @@ def _serve(options: argparse.Namespace) -> int:
         from kvboost.server.serve import run  # noqa: PLC0415  (an extra)
     except ImportError as error:
         raise KVBoostError(f"{HINT} ({error.name} is missing)") from error
-    model = getattr(options, "model", None) or os.environ.get("KVBOOST_MODEL")
-    with named(model or "of the configuration"):
-        return run(options)
+    return run(options)

@@ -19,7 +19,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
         parser,
         "Reads texts before they are needed, and keeps their K/V in a folder or a shared store, "
         "where other processes with the same model find it. With --reuse exact a text is found "
-        "where a prompt begins with it, with --reuse auto also where it stands anywhere in one.",
+        "where a prompt begins with it. With --reuse auto it is kept as a document: calls with "
+        "--reuse auto find it anywhere in a prompt, approximately, and calls with --reuse exact do "
+        "not find it, not even at the beginning.",
         "kvboost warm handbook.md --model FOLDER --disk-cache-dir kv-cache",
         "kvboost warm docs/ --reuse auto --model FOLDER --cache-url redis://127.0.0.1:6379",
     )

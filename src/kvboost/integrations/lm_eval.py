@@ -21,13 +21,22 @@ from tqdm.auto import tqdm
 
 from kvboost.config import option_names
 from kvboost.engine.engine import KVBoost
+from kvboost.errors import ConfigError
+
+# Arguments of `hf` that options of ours have the names of.
+SHARED_NAMES = ("backend", "max_batch_size")
+# Arguments of `hf` for computations that the engine does in its place.
+WITHOUT_EFFECT = ("mixed_precision_dtype", "softmax_dtype")
 
 log = logging.getLogger(__name__)
 
 
 @register_model("kvboost")
 class KVBoostLM(HFLM):
-    """The harness's `hf` model in an engine. Model arguments are those of `hf` and our options."""
+    """The harness's `hf` model in an engine. Model arguments are those of `hf` and our options.
+
+    Where both have a name, it is that of `hf`.
+    """
 
     def __init__(
         self,
@@ -40,10 +49,17 @@ class KVBoostLM(HFLM):
 
         Requests are computed one after the other, whatever `batch_size` says: what they share is
         computed once, which is where the time of few-shot prompts goes.
+
+        Raises:
+            ConfigError: an argument of `hf` that would have no effect, or a wrong option.
         """
+        for name in WITHOUT_EFFECT:
+            if arguments.get(name) is not None:
+                raise ConfigError(f"{name}={arguments[name]}: has no effect in kvboost; give dtype")
         if str(batch_size) != "1":
             log.warning("batch_size=%s: kvboost computes one request at a time", batch_size)
-        own = {name: arguments.pop(name) for name in option_names() if name in arguments}
+        names = [name for name in option_names() if name not in SHARED_NAMES]
+        own = {name: arguments.pop(name) for name in names if name in arguments}
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(pretrained, batch_size=1, device=device, **arguments)
         self.engine = KVBoost(self.model, self.tokenizer, **own)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from kvboost.errors import ConfigError
+from kvboost.errors import ConfigError, KVBoostError
 from kvboost.models import gguf
 from kvboost.models.adapters import num_embeddings
 from kvboost.weights.awq import use_own_awq
@@ -80,6 +81,45 @@ def load(
     elif target is not None and "device_map" not in arguments:
         model = model.to(target)
     return model, tokenizer
+
+
+def load_or_tell(
+    name: str,
+    device: str | None,
+    arguments: dict[str, Any],
+    max_weight_bytes: int | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """As `load`, for programs: of the paragraphs that Transformers raises, a line.
+
+    Raises:
+        ConfigError: there is no such model or device, or the model cannot be read.
+        OSError: one of its files cannot be read.
+    """
+    try:
+        return load(name, device, arguments, max_weight_bytes)
+    except KVBoostError:
+        raise
+    except (OSError, ValueError, AssertionError) as error:  # the last: torch has no CUDA
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of a file or a socket, and short
+        raise ConfigError(f"model {name!r}: {_why(name, error)}") from error
+
+
+def _why(name: str, error: Exception) -> str:
+    path = Path(name).expanduser()
+    is_bare = path.is_dir() and not (path / "config.json").exists()
+    if is_bare and ".gguf" not in str(error):
+        return "the folder has no config.json; if it has GGUF files, name one with --gguf-file"
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if is_path and not path.exists():
+        return "there is no such folder or file"
+    said = str(error).partition("\n")[0].strip()
+    if said.endswith(":"):  # a list follows
+        said = " ".join(str(error).split())
+    said = said.rstrip(".") or type(error).__name__
+    if isinstance(error, OSError):
+        said += "; give a folder, a GGUF file, or a name on the hub while there is a connection"
+    return said
 
 
 def _own_awq(name: str, arguments: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:

@@ -19,11 +19,6 @@ from kvboost.config import MIB, Options, about, check_range, unknown_option
 from kvboost.errors import ConfigError
 from kvboost.server.logs import LogStyle
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 PREFIX = "KVBOOST_"
 WORDS = {"true": True, "yes": True, "on": True, "1": True} | {
     "false": False, "no": False, "off": False, "0": False
@@ -225,6 +220,12 @@ def _help(each: dataclasses.Field[Any], hint: Any) -> str:
 
 
 def _from_file(path: str, known: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    # Here, so that there are flags and help without the extra too.
+    if sys.version_info >= (3, 11):
+        import tomllib  # noqa: PLC0415
+    else:
+        import tomli as tomllib  # noqa: PLC0415
+
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

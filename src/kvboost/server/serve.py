@@ -192,14 +192,12 @@ def _load(options: ServerOptions, engine_options: Options) -> tuple[KVBoost, Ser
     """The engine, and what clients are to know of its model."""
     with _told(f"loading {options.model}"):
         from kvboost.engine.engine import KVBoost  # noqa: PLC0415  (loads torch)
-        from kvboost.models.load import limits, load  # noqa: PLC0415
+        from kvboost.models.load import limits, load_or_tell  # noqa: PLC0415
 
         arguments = {"dtype": options.dtype, "gguf_file": options.gguf_file}
-        try:
-            budget_bytes = options.max_weight_bytes
-            model, tokenizer = load(options.model, options.device, arguments, budget_bytes)
-        except (ValueError, AssertionError) as error:  # something is missing, CUDA for one
-            raise ConfigError(f"model {options.model}: {error}") from error
+        model, tokenizer = load_or_tell(
+            options.model, options.device, arguments, options.max_weight_bytes
+        )
     with _told("certifying"):
         engine = KVBoost(
             model, tokenizer, adapters=options.adapters, **dataclasses.asdict(engine_options)

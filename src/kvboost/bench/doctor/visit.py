@@ -28,7 +28,7 @@ from kvboost.config import Options
 from kvboost.core import KVGeometry
 from kvboost.errors import ConfigError, UnsupportedModel
 from kvboost.models.hf import HFModel
-from kvboost.models.load import limits, load
+from kvboost.models.load import limits, load_or_tell
 from kvboost.models.prepack import prepack
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def visit(wishes: Wishes, say: Say) -> Visit:
     arguments = {"dtype": wishes.dtype}
     if wishes.gguf_file:
         arguments["gguf_file"] = wishes.gguf_file
-    model, tokenizer = load(wishes.model, wishes.device, arguments)
+    model, tokenizer = load_or_tell(wishes.model, wishes.device, arguments)
     loaded = time.perf_counter()
     say("certifying it")
     facts = ModelFacts(

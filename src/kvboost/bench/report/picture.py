@@ -5,7 +5,7 @@ from pathlib import Path
 from kvboost.bench.report import plots
 from kvboost.bench.report.reading import read_results
 
-_TITLE = "Time to the first token by prompt length: generate() grows, reused prompts hardly do"
+_TITLE = "Time to the first token by prompt length: generate() grows fast, reused prompts much less"
 # An image in a page of somebody else's has no style sheet but its own.
 _STYLE = """
 :root { --ink: #1c1e21; --soft: #555b63; --grid: #e6e7e3; --paper: #fdfdfb;
