@@ -47,5 +47,5 @@ def readme_picture(results: Path) -> str:
         _TITLE,
     )
     opening, rest = drawn.split(">", 1)
-    named = opening.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" width="720" ', 1)
+    named = opening.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" width="560" ', 1)
     return f"{named}><style>{_STYLE}</style>{rest}\n"
