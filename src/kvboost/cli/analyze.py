@@ -36,6 +36,15 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--shared-tokens 10M",
     )
     parser.set_defaults(run=_analyze)
+    _add_reading(parser)
+    _add_worth(parser)
+    _add_fleets(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw reuse by cache size")
+    flags.add_json(parser)
+
+
+def _add_reading(parser: argparse.ArgumentParser) -> None:
+    """Flags for what is read, and how it is counted."""
     add = parser.add_argument
     add(
         "log",
@@ -67,6 +76,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of texts (default: 4)",
     )
+
+
+def _add_worth(parser: argparse.ArgumentParser) -> None:
+    """Flags for what saved tokens are worth."""
+    add = parser.add_argument
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument(
         "--bytes-per-kv-token",
@@ -89,6 +103,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
         metavar="MONEY",
         help="of a million prompt tokens, to tell the money saved",
     )
+
+
+def _add_fleets(parser: argparse.ArgumentParser) -> None:
+    """Flags for fleets to simulate."""
+    add = parser.add_argument
     add(
         "--replicas",
         type=int,
@@ -118,8 +137,6 @@ def describe(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="size of a tier that replicas share",
     )
-    add("--plot", type=Path, metavar="FILE.svg", help="draw reuse by cache size")
-    flags.add_json(parser)
 
 
 def _analyze(options: argparse.Namespace) -> int:

@@ -1,0 +1,284 @@
+"""What the endpoints refuse, and how they tell it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from asking import (
+    CALLED,
+    CHAT,
+    COMPLETIONS,
+    USER,
+    WEATHER,
+    chat,
+    client_of,
+    complete,
+    events,
+    refusal,
+    streamed,
+)
+from fake_serving import Stand
+from kvboost.errors import KVBoostError
+from kvboost.server import exchange
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tempereture": 1}, "tempereture"),
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"n": 17}, "n"),
+        ({"n": True}, "n"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"300": 1}}, "logit_bias"),
+        ({"logit_bias": {str(n): 1 for n in range(2000)}}, "logit_bias"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 5000}, "max_tokens"),
+        ({"reuse": "some"}, "reuse"),
+        ({"store": True}, "store"),
+        ({"functions": []}, "functions"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_what_cannot_be_applied_is_refused_by_name(
+    client: TestClient, stand: Stand, path: str, body: Any, param: str
+) -> None:
+    error = refusal(client, path, **body)
+    assert error["param"] == param
+    assert param in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert stand.engine.calls == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"suffix": "x"}, "suffix"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": ""}, "prompt"),
+        (COMPLETIONS, {"prompt": [300]}, "prompt"),
+        (COMPLETIONS, {"prompt": [-1]}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * 65}, "prompt"),
+        (COMPLETIONS, {"echo": True, "logprobs": 1}, "echo"),
+        (COMPLETIONS, {"best_of": 1, "n": 2}, "best_of"),
+        (COMPLETIONS, {"best_of": 2, "stream": True}, "best_of"),
+        (COMPLETIONS, {"logprobs": 21}, "logprobs"),
+        (COMPLETIONS, {"messages": USER}, "messages"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0]"),
+        (CHAT, {"messages": [{"role": "user", "content": "refuse"}]}, "messages"),
+        (CHAT, {"messages": [{**USER[0], "mood": "good"}]}, "messages[0].mood"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"max_tokens": 2, "max_completion_tokens": 2}, "max_tokens"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"tools": [{**WEATHER, "type": "x"}]}, "tools[0].type"),
+        (CHAT, {"response_format": {"type": "xml"}}, "response_format"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    client: TestClient, path: str, body: Any, param: str
+) -> None:
+    assert refusal(client, path, **body)["param"] == param
+
+
+def test_a_bias_of_endless_digits_is_refused(client: TestClient) -> None:
+    assert refusal(client, logit_bias={"1" * 5000: 1})["param"] == "logit_bias"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        USER * 3000,
+        [{"role": "user", "content": [{"type": "text", "text": "a"}] * 3000}],
+        [{"role": "assistant", "tool_calls": [{"id": "a", "function": CALLED}] * 200}],
+    ],
+)
+def test_messages_have_bounds(client: TestClient, messages: Any) -> None:
+    assert refusal(client, messages=messages)["param"].startswith("messages")
+
+
+def test_requests_without_a_schema_do_not_wait_for_those_with_one(
+    client: TestClient, stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled(*_: Any) -> Any:
+        raise AssertionError("nothing is to be compiled")
+
+    monkeypatch.setattr("kvboost.server.plans.Planner.grammars", compiled)
+    chat(client, tools=[WEATHER], response_format={"type": "text"}, n=2)
+    assert [call["sampling"].grammar for call in stand.engine.calls] == [None, None]
+
+
+def test_more_than_can_be_prepared_is_503(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvboost.server.app.MOST_QUEUED", 0)
+    assert refusal(client, status=503)["code"] == "queue_full"
+
+
+def test_a_tool_choice_must_name_a_tool(client: TestClient) -> None:
+    choice = {"type": "function", "function": {"name": "other"}}
+    assert "'other'" in refusal(client, tools=[WEATHER], tool_choice=choice)["message"]
+
+
+def test_pictures_are_refused(client: TestClient) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:"}}
+    error = refusal(client, messages=[{"role": "user", "content": [part]}])
+    assert "'image_url': this model reads text only" in error["message"]
+
+
+def test_schemas_and_tools_have_a_size(client: TestClient) -> None:
+    schema = {"name": "x", "schema": {"description": "x" * 140_000}}
+    form = {"type": "json_schema", "json_schema": schema}
+    assert refusal(client, response_format=form)["param"] == "response_format"
+    tool = {"type": "function", "function": {"name": "x", "description": "x" * 140_000}}
+    assert refusal(client, tools=[tool])["param"] == "tools"
+
+
+def test_prompts_beyond_the_context_are_refused(client: TestClient) -> None:
+    error = refusal(client, COMPLETIONS, prompt="x" * 999)
+    assert error["code"] == "context_length_exceeded"
+    assert "999 tokens and 16 new ones" in error["message"]
+    unread = refusal(client, COMPLETIONS, prompt="x" * 2000)  # too many for the longest tokens
+    assert unread["code"] == "context_length_exceeded"
+    assert "2000 characters" in unread["message"]
+
+
+def test_prompts_beyond_the_configured_limit_are_refused() -> None:
+    client = client_of(Stand(max_prompt_tokens=5))
+    assert "at most 5" in refusal(client, COMPLETIONS, prompt="abcdef")["message"]
+    complete(client, prompt="abcde")
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"{", "invalid_json"),
+        (b"", "invalid_body"),
+        (b"[]", "invalid_body"),
+        (b"null", "invalid_body"),
+        (b'{"prompt": "\xff"}', "invalid_json"),
+        (b'{"prompt": ' + b"[" * 100_000, "invalid_json"),
+        (b'{"prompt": "\\ud800"}', "invalid_value"),
+        (b'{"prompt": "a", "\\ud800": 1}', "invalid_body"),
+        (b'{"prompt": "a", "logit_bias": {"\\ud800": 1}}', "unsupported_value"),
+        (b'{"prompt": "a", "temperature": NaN}', "invalid_value"),
+        (b'{"prompt": "a", "seed": 1e999}', "invalid_value"),
+        (b'{"prompt": "a", "n": ' + b"9" * 4000 + b"}", "invalid_value"),
+        (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "invalid_json"),
+    ],
+)
+def test_broken_bodies_are_refused(client: TestClient, content: bytes, code: str) -> None:
+    reply = client.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["code"] == code
+
+
+def test_a_body_must_be_sent_as_json(client: TestClient) -> None:
+    reply = client.post(
+        COMPLETIONS, content=b'{"prompt": "a"}', headers={"content-type": "text/plain"}
+    )
+    assert reply.status_code == 400
+    assert "application/json" in reply.json()["error"]["message"]
+
+
+def test_large_bodies_are_refused_whatever_their_headers_say() -> None:
+    stand = Stand(max_body_bytes=1000)
+    client = client_of(stand)
+    long = b'{"prompt": "' + b"x" * 2000 + b'"}'
+    kind = {"content-type": "application/json"}
+    for content in (long, iter([long[:500], long[500:]])):
+        reply = client.post(COMPLETIONS, content=content, headers=kind)
+        assert reply.status_code == 413
+        assert reply.json()["error"]["code"] == "body_too_large"
+    assert stand.engine.calls == []
+
+
+def test_other_models_paths_and_methods_are_told(client: TestClient) -> None:
+    assert refusal(client, status=404, model="gpt")["code"] == "model_not_found"
+    for reply, status in (
+        (client.get("/v1/nothing"), 404),
+        (client.get("/v1/models/gpt"), 404),
+        (client.get(CHAT), 405),
+        (client.delete("/v1/cache"), 405),
+    ):
+        assert reply.status_code == status
+        assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_full_queue_is_503_and_nothing_is_left_of_the_request(
+    client: TestClient, stand: Stand
+) -> None:
+    stand.engine.max_running = 2
+    stand.engine.steps.clear()
+    reply = client.post(CHAT, json={"messages": USER, "n": 3})
+    assert reply.status_code == 503
+    assert reply.headers["retry-after"] == "1"
+    assert reply.json()["error"]["code"] == "queue_full"
+    assert all(ticket.is_cancelled for ticket in stand.engine.tickets)
+
+
+def test_a_deadline_counts_from_the_arrival_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(request_deadline_s=100.0)
+    given: list[float] = []
+    submit = stand.engine.submit
+
+    def noted(*arguments: Any, deadline_s: float, **options: Any) -> Any:
+        given.append(deadline_s)
+        return submit(*arguments, deadline_s=deadline_s, **options)
+
+    monkeypatch.setattr(stand.engine, "submit", noted)
+    for late_s, status in ((60.0, 200), (101.0, 504)):
+        monkeypatch.setattr(exchange.Outcome, "elapsed_s", property(lambda _, s=late_s: s))
+        assert client_of(stand).post(CHAT, json={"messages": USER}).status_code == status
+    assert given == [40.0]
+
+
+def test_more_answers_than_ever_fit_are_refused_for_good(client: TestClient) -> None:
+    reply = client.post("/v1/completions", json={"prompt": ["a"] * 3, "n": 15})
+    assert reply.status_code == 400
+    assert "45 answers at once: there is room for 40" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_deadline_is_504_as_long_as_nothing_was_sent(is_stream: bool) -> None:
+    stand = Stand(request_deadline_s=0.01)
+    stand.engine.steps.clear()
+    reply = client_of(stand).post(CHAT, json={"messages": USER, "stream": is_stream})
+    assert reply.status_code == 504
+    assert reply.json()["error"]["code"] == "deadline_exceeded"
+
+
+def test_an_error_within_a_stream_is_an_event(client: TestClient, stand: Stand) -> None:
+    stand.engine.fault = KVBoostError("the engine is closed")
+    parts = streamed(client, COMPLETIONS)
+    assert parts[0]["choices"][0]["text"] == "Hel"
+    assert parts[-1]["error"]["message"] == "the engine is closed"
+    assert "[DONE]" not in parts
+    assert stand.telemetry.records[-1].error == "unavailable"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_faults_are_told_without_their_trace(
+    client: TestClient, stand: Stand, caplog: pytest.LogCaptureFixture, is_stream: bool
+) -> None:
+    stand.engine.fault = RuntimeError("secret path /home")
+    given = {"x-request-id": "r1"}
+    body = {"prompt": "hi", "stream": is_stream}
+    reply = client.post(COMPLETIONS, json=body, headers=given)
+    error = events(reply.text)[-1]["error"] if is_stream else reply.json()["error"]
+    assert reply.status_code == (200 if is_stream else 500)
+    assert "secret" not in reply.text
+    assert error["message"] == "internal error; request id r1"
+    assert "secret path" in caplog.text
