@@ -143,7 +143,7 @@ def test_a_model_that_is_refused(
 ) -> None:
     kind, differences, reason = next(iter(REFUSED.values()))
     made = lambda *_: (build(kind, differences), byte_tokenizer())  # noqa: E731
-    monkeypatch.setattr(kvboost.bench.doctor.visit, "load", made)
+    monkeypatch.setattr(kvboost.bench.doctor.visit, "load_or_tell", made)
     assert cli.main(["doctor", "--model", "any", "--json"]) == 1
     page = json.loads(capsys.readouterr().out)
     assert page["is_certified"] is False
