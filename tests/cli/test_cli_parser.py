@@ -224,3 +224,20 @@ def test_a_new_key_as_json_is_alone_on_output(capsys: pytest.CaptureFixture[str]
     told = json.loads(printed.out)
     assert told["key"].startswith("kvb-") and 'tenant = "a"' in told["entry"]
     assert printed.err == ""
+
+
+def test_an_unknown_flag_is_told_with_the_command_s_usage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "hi", "--model", "m", "--max-new-token", "5"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("usage: kvboost generate")
+    assert "did you mean '--max-new-tokens'?" in said
+
+
+def test_a_number_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["analyze", "log.jsonl", "--prefill-speed", "4K"])
+    assert "'4K' is not a number above 0" in capsys.readouterr().err

@@ -222,9 +222,12 @@ def _fleets(options: argparse.Namespace) -> Iterator[tuple[Setup, FleetResult]]:
 
 
 def _positive_number(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
     if not 0 < number < math.inf:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
 
 

@@ -38,7 +38,7 @@ def load_model(
         ConfigError: there is no such model, or it cannot be loaded.
     """
     quieten()
-    sys.stderr.write(f"loading {options.model} ...\n")
+    sys.stderr.write(f"loading and certifying {options.model} ...\n")
     sys.stderr.flush()
     from kvboost.models.load import load_or_tell  # noqa: PLC0415  (loads torch)
 

@@ -50,6 +50,15 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **arguments
         )
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse does; what a command does not know is told with that command's usage."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            known = [flag for action in self._actions for flag in action.option_strings]
+            near = hint(unknown[0].partition("=")[0], known)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+        return options, unknown
+
 
 def make_parser(only: str | None = None) -> argparse.ArgumentParser:
     """The parser of all commands; with `only`, the others are names without flags."""
