@@ -52,12 +52,13 @@ def _verify(options: argparse.Namespace) -> int:
     model, tokenizer = load_model(options)
     with hosted(options, model, tokenizer) as engine:
         report = engine.verify_correctness(prompts, options.max_new_tokens, reuse=options.reuse)
+        facts = {**_facts(model), "fingerprint": engine.fingerprint}
     page = {
         "holds": bool(report),
         "verdict": str(report),
         "reuse": options.reuse,
         **dataclasses.asdict(report),
-        "model": {"name": options.model, **_facts(model)},
+        "model": {"name": options.model, **facts},
         "versions": _versions(),
     }
     if options.json:
@@ -68,14 +69,10 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _facts(model: PreTrainedModel) -> dict[str, str]:
-    from kvboost.models.certify import measure_geometry  # noqa: PLC0415  (loads torch)
-    from kvboost.models.fingerprint import fingerprint  # noqa: PLC0415
-
     return {
         "class": type(model).__name__,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
-        "fingerprint": fingerprint(model, measure_geometry(model)).hex(),
     }
 
 

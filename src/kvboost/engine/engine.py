@@ -587,6 +587,18 @@ class KVBoost:
         """
         return Contents(self._parts, self.tokenizer, self._worker)
 
+    @property
+    def fingerprint(self) -> str:
+        """What the model's K/V is stored under, in hexadecimal, of its weights and settings.
+
+        Processes with the same fingerprint can share a store.
+
+        Example:
+            >>> len(engine.fingerprint)
+            64
+        """
+        return self._parts.model.fingerprint.hex()
+
     def watch(self, listener: StoreListener) -> None:
         """Tell `listener` of all that is stored, and from now on of what comes and goes.
 
