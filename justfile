@@ -31,19 +31,19 @@ examples *arguments:
 
 # Unit tests: seconds
 test:
-    {{python}} -m pytest -q -m 'not tiny and not model and not servers and not vllm'
+    {{python}} -m pytest -q -m 'not tiny and not model and not servers and not vllm and not long'
 
 # Shared tiers with real servers (redis-server, mooncake_master): a minute
 test-servers:
-    {{python}} -m pytest -q -m servers
+    {{python}} -m pytest -q -m 'servers and not long'
 
 # Parity on tiny random models of every supported architecture: a minute or two
 parity:
-    {{python}} -m pytest -q -m tiny
+    {{python}} -m pytest -q -m 'tiny and not long'
 
 # Tests on real models: minutes
 test-models:
-    {{python}} -m pytest -q -m model
+    {{python}} -m pytest -q -m 'model and not long'
 
 # The connector inside real vLLM servers; KVBOOST_VLLM_PYTHON names a Python that has vLLM
 vllm *arguments:
@@ -51,7 +51,12 @@ vllm *arguments:
 
 # What CI runs
 check: lint
-    {{python}} -m pytest -q -m 'not vllm'
+    {{python}} -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m 'not vllm and not long'
+
+# What takes minutes: load, larger models, and the tests of faults and of bodies at full length
+long $KVBOOST_TEST_FAULTS="200" $KVBOOST_TEST_BODIES="20000" $KVBOOST_TEST_DOCUMENTED="100":
+    {{python}} -m pytest -q -m long
+    {{python}} -m pytest -q tests/engine tests/server -k 'faults or bodies or documented'
 
 # Write the generated docs, the Grafana dashboard, the diagrams and the pictures of the terminal
 docs:

@@ -24,6 +24,8 @@ EXAMPLES = {
     "multiturn": "a conversation whose history grows",
     "code": "questions on one file, and an edit that copies from it",
 }
+# A code.py here would hide the standard library's from all that runs in this folder: notebooks too.
+FILES = {"code": "coding"}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -78,13 +80,12 @@ def run(names: list[str], settings: Any, console: Any, *, is_demo: bool) -> Any:
         for name in names:
             console.rule(f"{name}: {EXAMPLES[name]}")
             trials[name] = common.Trial(engine, console, settings, is_demo=is_demo)
-            importlib.import_module(f"examples.{name}").run(engine, trials[name])
+            importlib.import_module(f"examples.{FILES.get(name, name)}").run(engine, trials[name])
     model = Path(settings.model or "SmolLM2-135M-Instruct").name
     title = f"{model}, {settings.dtype}, {os.cpu_count()} cores ({platform.machine()})"
     return common.table(trials, title)
 
 
 if __name__ == "__main__":
-    # Python has put the folder of this file there, where code.py hides the standard library's.
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(ROOT)  # for `import examples`; Python has put this file's folder there
     main()

@@ -8,6 +8,9 @@ from hashlib import sha256
 
 # Before torch loads: threads that spin at barriers stall each other when cores are busy.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    num_threads = max(1, (os.cpu_count() or 1) // num_workers)
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))  # for what tests start, too
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 

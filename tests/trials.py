@@ -18,7 +18,7 @@ from kvboost import KVBoost
 from tiny_models import SUPPORTED, build
 
 DEADLINE_MS = 250
-NUM_REQUESTS = int(os.environ.get("KVBOOST_TEST_FAULTS", "100"))
+NUM_REQUESTS = int(os.environ.get("KVBOOST_TEST_FAULTS", "50"))
 FAULT_BEGINS, FAULT_ENDS = 3 * NUM_REQUESTS // 10, 13 * NUM_REQUESTS // 20
 NUM_NEW = 3
 CHUNK_SIZE = 16

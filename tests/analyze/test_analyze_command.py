@@ -49,7 +49,7 @@ def test_a_trace_in_words(trace: str, capsys: pytest.CaptureFixture[str]) -> Non
     )
     shown = capsys.readouterr().out
     assert shown.startswith("4 requests, 8K prompt tokens in 30.0 min\n")
-    assert "content: cannot be told" in shown
+    assert "prefix N: beginnings" in shown and "content: cannot be told" in shown
     assert ["prefix", "512", "38.4%", "37.5%"] in [line.split() for line in shown.splitlines()]
     assert [line.split() for line in shown.splitlines()[-2:]] == [
         ["1K", "1", "GB", "19.2%"],

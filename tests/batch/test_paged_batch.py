@@ -60,7 +60,7 @@ def all_are_free(engine: CPUPagedEngine) -> bool:
 def test_answers_from_blocks_are_the_answers_alone(
     name: str, block_size: int, num_blocks: int
 ) -> None:
-    prompts = mixed_prompts(24)
+    prompts = mixed_prompts(12)
     wanted = alone(name, prompts)
     with engine_of(name, block_size=block_size, num_blocks=num_blocks) as engine:
         for _ in range(2):
@@ -71,7 +71,7 @@ def test_answers_from_blocks_are_the_answers_alone(
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss-sinks"])
 def test_answers_from_buffers_of_their_own_are_the_answers_alone(name: str) -> None:
-    prompts = mixed_prompts(24)
+    prompts = mixed_prompts(12)
     model = build(*SUPPORTED[name])
     with KVBoost(model, WordTokenizer(), chunk_size=16, backend="slots") as engine:
         tickets = [engine.submit(prompt, GREEDY) for prompt in prompts]
@@ -198,7 +198,7 @@ def test_whoever_leaves_early_gives_its_blocks_back_and_others_keep_theirs() -> 
 
 def test_random_traffic_never_runs_out_of_blocks() -> None:
     chance = random.Random(3)
-    prompts = mixed_prompts(60, seed=3)
+    prompts = mixed_prompts(40, seed=3)
     with engine_of(block_size=5, num_blocks=70, max_batch_size=8) as engine:
         tickets = []
         for prompt in prompts:

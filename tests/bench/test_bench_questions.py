@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import chain, islice, pairwise
+from typing import Any
 
 import pytest
 
@@ -189,15 +190,19 @@ def test_answers_agree_by_the_token() -> None:
     assert share_same([1, 2, 3, 4], [1, 2, 9, 4]) == 0.75
 
 
-@pytest.mark.model
-def test_a_process_answers_in_rows_alone(smol: str) -> None:
-    task = {"model": smol, "dtype": "fp32", "is_quick": True, "questions": ["share", "frontier"]}
+def rows_of_a_process(smol: str, question: str) -> list[dict[str, Any]]:
+    task = {"model": smol, "dtype": "fp32", "is_quick": True, "questions": [question]}
     command = [sys.executable, "-m", "kvboost.bench.questions.ask", json.dumps(task)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert [name for name in QUESTIONS if f"{name}: " in done.stderr] == [question]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [name for name in QUESTIONS if f"{name}: " in done.stderr] == ["share", "frontier"]
+    assert {row["question"] for row in rows} == {question}
+    return rows
 
-    shares = [row for row in rows if row["question"] == "share"]
+
+@pytest.mark.model
+def test_a_process_measures_shares_and_writes_rows_alone(smol: str) -> None:
+    shares = rows_of_a_process(smol, "share")
     assert {row["phase"] for row in shares} == {"warm", "moved"}
     for row in shares:
         assert row["ratio"] == pytest.approx(row["ours_ms"] / row["bare_ms"], rel=0.02)
@@ -206,7 +211,11 @@ def test_a_process_answers_in_rows_alone(smol: str) -> None:
             assert row["top1"] == 1.0
             assert row["cached_share"] == pytest.approx(row["share"], abs=0.01)
 
-    repairs = {row["repair"]: row for row in rows if row["question"] == "frontier"}
+
+@pytest.mark.model
+@pytest.mark.long
+def test_the_more_is_repaired_the_nearer_are_the_answers(smol: str) -> None:
+    repairs = {row["repair"]: row for row in rows_of_a_process(smol, "frontier")}
     least, some, full = repairs["none"], repairs["0.15"], repairs["1.0"]
     assert least["moved_share"] == some["moved_share"] == full["moved_share"] > 0.8
     assert least["computed_share"] < some["computed_share"] < full["computed_share"] == 1.0

@@ -134,6 +134,7 @@ def test_every_system_has_its_worker() -> None:
 
 
 @pytest.mark.model
+@pytest.mark.long
 def test_real_workers_agree_in_fp32(smol: str, tmp_path: Path) -> None:
     prompt = [1, *range(900, 1100)]
     settings = {"model": smol, "dtype": "fp32", "max_tokens": 512, "num_threads": 2}

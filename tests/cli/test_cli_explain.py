@@ -51,9 +51,11 @@ def test_text_shows_the_spans_and_their_reasons(
     assert cli.main(["explain", prompt, "--model", "tiny", "--seen", seen, "--reuse", "auto"]) == 0
     shown = capsys.readouterr().out
     assert "3 tokens later than when it was computed" in shown
+    marks = [line.split("]")[0] for line in shown.splitlines() if line.startswith("[")]
+    assert marks == ["[miss", "[moved", "[miss"]  # captured, so there are no colours
     assert "159 tokens: exact 0%, moved 94%, miss 6%" in shown
 
 
 def test_a_missing_file_is_told_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "/no/such/file", "--model", "tiny"]) == 1
-    assert "No such file" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("kvboost: /no/such/file: No such file or directory\n")

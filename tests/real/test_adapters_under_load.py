@@ -14,7 +14,7 @@ from kvboost import KVBoost
 from kvboost.core import Sampling
 from loras import adapted, answer_of, save_adapter
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.long]
 NAMES = ("", "a", "b")
 NUM_REQUESTS, NUM_NEW = 100, 4
 MANUAL = (

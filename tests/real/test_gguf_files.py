@@ -45,7 +45,9 @@ class Seen:
     end_of_turn: int
 
 
-@pytest.fixture(scope="module", params=["gguf-smol", "gguf-qwen05"])
+@pytest.fixture(
+    scope="module", params=["gguf-smol", pytest.param("gguf-qwen05", marks=pytest.mark.long)]
+)
 def seen(request: pytest.FixtureRequest) -> Seen:
     """Everything is asked of one engine: to load a file takes most of a minute."""
     file = models_folder() / request.param / "model.gguf"

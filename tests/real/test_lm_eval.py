@@ -18,7 +18,7 @@ from kvboost.config import option_names
 from kvboost.integrations.lm_eval import SHARED_NAMES, WITHOUT_EFFECT  # registers the model
 from tiny_models import save
 
-NUM_SHOTS, NUM_QUESTIONS = 2, 4
+NUM_SHOTS, NUM_QUESTIONS = 2, 2
 TASKS = ["pages_choice", "pages_name", "pages_text"]
 
 

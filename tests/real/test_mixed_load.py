@@ -10,7 +10,7 @@ import pytest
 import soak
 from servers import kvboost_server
 
-pytestmark = [pytest.mark.model, pytest.mark.servers]
+pytestmark = [pytest.mark.model, pytest.mark.servers, pytest.mark.long]
 
 FLAGS = ["--dtype", "float32", "--max-batch-size", "8", "--max-queue-size", "16"]
 FLAGS += ["--request-deadline-s", "20", "--max-cache-bytes", "64MiB", "--num-blocks", "1024"]

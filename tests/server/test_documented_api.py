@@ -15,7 +15,7 @@ pytestmark = pytest.mark.servers
 
 
 def test_responses_are_as_documented(guarded: KVBoostServer, tmp_path: Path) -> None:
-    num_examples = os.environ.get("KVBOOST_TEST_DOCUMENTED", "25")  # of each path
+    num_examples = os.environ.get("KVBOOST_TEST_DOCUMENTED", "10")  # of each path
     command = [find_program("schemathesis"), "run", f"{guarded.url}/openapi.json", "--no-color"]
     command += ["--header", f"Authorization: Bearer {guarded.api_key}"]
     command += ["--max-examples", num_examples, "--generation-deterministic"]

@@ -17,7 +17,7 @@ PROMPT = {"prompt": "hello", "temperature": 0, "max_tokens": 16}
 
 
 def test_random_bodies_are_answered_or_refused(guarded: KVBoostServer) -> None:
-    num_bodies = os.environ.get("KVBOOST_TEST_BODIES", "2000")
+    num_bodies = os.environ.get("KVBOOST_TEST_BODIES", "1000")
     before = answer_of(guarded)
     parser = argparse.ArgumentParser()
     fuzz.add_arguments(parser)

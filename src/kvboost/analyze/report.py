@@ -155,7 +155,10 @@ def _any_size(findings: Findings) -> str:
     for name, curve in curves_of(findings).items():
         rows.append([name, _percent(curve.share()), _percent(curve.share_of_names())])
     text = _aligned(rows)
-    if not findings.content:
+    text += "\nprefix N: beginnings of earlier prompts, in whole blocks of N tokens (exact)"
+    if findings.content:
+        text += "\ncontent: text of earlier prompts, wherever it stands now (approximate if moved)"
+    else:
         text += "\ncontent: cannot be told, a hash trace names blocks by all that is before them"
     rate = min((curve.sampling_rate for curve in curves_of(findings).values()), default=1.0)
     if rate < 1:

@@ -96,7 +96,7 @@ def as_dict(report: ReuseReport) -> dict[str, object]:
 
 
 def draw(report: ReuseReport, tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Print the prompt with its spans in colours, then a table of them.
+    """Print the prompt with its spans in colours (in a pipe: `[kind]`), then a table of them.
 
     Raises:
         KVBoostError: `rich` is not installed.
@@ -115,7 +115,7 @@ def draw(report: ReuseReport, tokens: list[int], tokenizer: PreTrainedTokenizerB
         if len(said) > LONGEST_SHOWN:
             half = LONGEST_SHOWN // 2
             said = f"{said[:half]} [...] {said[-half:]}"
-        text.append(said, style=COLOURS[kind])
+        text.append(said if console.color_system else f"[{kind}] {said}\n", style=COLOURS[kind])
         place = f"{span.start}-{span.stop}"
         table.add_row(place, Text(kind, style=COLOURS[kind]), each.reason or MEANINGS[kind])
     console.print(text)

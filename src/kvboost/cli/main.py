@@ -90,11 +90,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.run(options)
     except (KVBoostError, OSError, UnicodeDecodeError) as error:
-        sys.stderr.write(f"kvboost: {error}\n")
+        sys.stderr.write(f"kvboost: {_told(error)}\n")
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
     return code
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 if __name__ == "__main__":
