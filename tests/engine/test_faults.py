@@ -12,7 +12,7 @@ import redis
 from servers import Proxy, Server, mooncake_master, redis_server
 from trials import DEADLINE_MS, trial, wait_for
 
-pytestmark = [pytest.mark.tiny, pytest.mark.servers]
+pytestmark = [pytest.mark.tiny, pytest.mark.servers, pytest.mark.alone]
 
 MAX_PAUSES = 12  # of the breaker, while a trial's fault lasts: they double from a quarter second
 

@@ -17,7 +17,7 @@ from kvboost.tiers.disk import log
 from kvboost.tiers.disk.segment import Segment
 from trials import NUM_NEW, POOL, nothing, trial
 
-pytestmark = pytest.mark.tiny
+pytestmark = [pytest.mark.tiny, pytest.mark.alone]
 
 DISK_BYTES = 8 << 20
 

@@ -10,7 +10,7 @@ from network import Link, linked_namespace
 from servers import Server, find_program, free_port
 from trials import DEADLINE_MS, trial
 
-pytestmark = [pytest.mark.tiny, pytest.mark.servers]
+pytestmark = [pytest.mark.tiny, pytest.mark.servers, pytest.mark.alone]
 
 FEW = 8  # deadlines: one is what a request waits, the rest is for a busy machine
 BAD = {

@@ -23,7 +23,7 @@ import pytest
 from kvboost.fleet.app import STATS_PERIOD_S
 from servers import find_program, free_port, redis_server
 
-pytestmark = [pytest.mark.model, pytest.mark.servers]
+pytestmark = [pytest.mark.model, pytest.mark.servers, pytest.mark.alone]
 
 START_S = 240.0
 STOP_S = 60.0

@@ -17,7 +17,7 @@ import pytest
 
 from servers import KVBoostServer, find_program, kvboost_server
 
-pytestmark = [pytest.mark.model, pytest.mark.servers]
+pytestmark = [pytest.mark.model, pytest.mark.servers, pytest.mark.alone]
 
 TEXT = sorted(topics.values(), key=len)[-1][:2000]
 DRAIN_S = 12  # short answers take less than one second of it on an idle machine

@@ -13,6 +13,8 @@ from kvboost.errors import ConfigError, TierUnavailable
 from kvboost.tiers.mooncake import MooncakeTier
 from servers import Server, free_port, mooncake_master
 
+pytestmark = pytest.mark.alone
+
 MB = 1_000_000
 TIMEOUT_S = 1.0
 

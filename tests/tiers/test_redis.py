@@ -19,6 +19,8 @@ from kvboost.errors import ConfigError, TierUnavailable
 from kvboost.tiers.redis import RedisTier, _wire
 from servers import Proxy, Server, free_port, redis_server
 
+pytestmark = pytest.mark.alone
+
 MB = 1_000_000
 T = TypeVar("T")
 
