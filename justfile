@@ -51,7 +51,7 @@ vllm *arguments:
 
 # What CI runs
 check: lint
-    {{python}} -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m 'not vllm and not long'
+    {{python}} -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 20 -m 'not vllm and not long'
 
 # What takes minutes: load, larger models, and the tests of faults and of bodies at full length
 long $KVBOOST_TEST_FAULTS="200" $KVBOOST_TEST_BODIES="20000" $KVBOOST_TEST_DOCUMENTED="100":

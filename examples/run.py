@@ -25,7 +25,7 @@ EXAMPLES = {
     "code": "questions on one file, and an edit that copies from it",
 }
 # A code.py here would hide the standard library's from all that runs in this folder: notebooks too.
-FILES = {"code": "coding"}
+FILES = {name: name for name in EXAMPLES} | {"code": "coding"}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -80,7 +80,7 @@ def run(names: list[str], settings: Any, console: Any, *, is_demo: bool) -> Any:
         for name in names:
             console.rule(f"{name}: {EXAMPLES[name]}")
             trials[name] = common.Trial(engine, console, settings, is_demo=is_demo)
-            importlib.import_module(f"examples.{FILES.get(name, name)}").run(engine, trials[name])
+            importlib.import_module(f"examples.{FILES[name]}").run(engine, trials[name])
     model = Path(settings.model or "SmolLM2-135M-Instruct").name
     title = f"{model}, {settings.dtype}, {os.cpu_count()} cores ({platform.machine()})"
     return common.table(trials, title)

@@ -18,7 +18,7 @@ from kvboost.config import option_names
 from kvboost.integrations.lm_eval import SHARED_NAMES, WITHOUT_EFFECT  # registers the model
 from tiny_models import save
 
-NUM_SHOTS, NUM_QUESTIONS = 2, 2
+NUM_SHOTS, NUM_QUESTIONS = 2, 4
 TASKS = ["pages_choice", "pages_name", "pages_text"]
 
 
@@ -54,6 +54,7 @@ def evaluate(lm: Any, manager: TaskManager) -> tuple[dict[str, Any], dict[str, A
 
 
 @pytest.mark.model
+@pytest.mark.long
 def test_scores_and_answers_are_those_of_the_harness_itself(
     smol: str, manager: TaskManager
 ) -> None:
