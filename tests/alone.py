@@ -37,7 +37,7 @@ def entered(*, is_alone: bool) -> Iterator[None]:
         yield
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before the timeout of the test begins
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)

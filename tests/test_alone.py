@@ -50,3 +50,10 @@ def test_who_wants_to_be_alone_waits_and_is_not_overtaken() -> None:
     first.join()
     second.join()
     assert seen == ["alone", "later"]
+
+
+def test_waiting_is_not_on_the_clock_of_a_timeout(pytestconfig: pytest.Config) -> None:
+    hook = pytestconfig.pluginmanager.hook.pytest_runtest_protocol
+    wrappers = [each for each in hook.get_hookimpls() if each.wrapper or each.hookwrapper]
+    assert [each.plugin_name for each in wrappers[-1:]] == ["alone"]  # called last to first
+    assert "timeout" in [each.plugin_name for each in wrappers]
