@@ -31,7 +31,7 @@ examples *arguments:
 
 # Unit tests: seconds
 test:
-    {{python}} -m pytest -q -m 'not tiny and not model and not servers and not vllm and not long'
+    {{python}} -m pytest -q -m 'not tiny and not model and not servers and not vllm'
 
 # Shared tiers with real servers (redis-server, mooncake_master): a minute
 test-servers:
@@ -39,7 +39,7 @@ test-servers:
 
 # Parity on tiny random models of every supported architecture: a minute or two
 parity:
-    {{python}} -m pytest -q -m 'tiny and not long'
+    {{python}} -m pytest -q -m tiny
 
 # Tests on real models: minutes
 test-models:
@@ -54,9 +54,11 @@ check: lint
     {{python}} -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 20 -m 'not vllm and not long'
 
 # What takes minutes: load, larger models, and the tests of faults and of bodies at full length
-long $KVBOOST_TEST_FAULTS="200" $KVBOOST_TEST_BODIES="20000" $KVBOOST_TEST_DOCUMENTED="100":
+long:
     {{python}} -m pytest -q -m long
-    {{python}} -m pytest -q tests/engine tests/server -k 'faults or bodies or documented'
+    KVBOOST_TEST_FAULTS=200 {{python}} -m pytest -q tests/engine/test_faults*.py
+    KVBOOST_TEST_BODIES=20000 {{python}} -m pytest -q tests/server/test_random_bodies.py
+    KVBOOST_TEST_DOCUMENTED=100 {{python}} -m pytest -q tests/server/test_documented_api.py
 
 # Write the generated docs, the Grafana dashboard, the diagrams and the pictures of the terminal
 docs:
