@@ -123,6 +123,7 @@ class Match:
     offset: int = 0
     delta: int = 0  # how far it has moved: position in the prompt less position when computed
     follows: bool = False  # was computed directly after the match before it: no seam between them
+    provenance: Provenance = Provenance.EXACT  # of the stored chunk
 
     def from_position(self, start: int) -> Match:
         """The same without what lies before `start`."""
@@ -182,6 +183,12 @@ class ReusePlan:
     def moved(self) -> tuple[Span, ...]:
         """The spans of the moved runs."""
         return tuple(run.span for run in self.runs if run.kind is MatchKind.MOVED)
+
+    @property
+    def approximate_start(self) -> int:
+        """Where the first K/V stands that was computed on top of moved text already."""
+        starts = (m.span.start for m in self.matches if m.provenance is Provenance.APPROXIMATE)
+        return min(starts, default=self.num_tokens)
 
     @property
     def live(self) -> tuple[Span, ...]:

@@ -113,6 +113,19 @@ def test_new_text_between_moved_texts_is_stored_and_found_again(engine: KVBoost)
     assert kinds == {Provenance.APPROXIMATE}
 
 
+def test_what_is_computed_on_approximate_text_is_not_stored(engine: KVBoost) -> None:
+    """Errors would add up with every move: what is stored is at most one move from exact."""
+    first, second, third = (words(120, seed) for seed in (71, 72, 73))
+    engine.generate(first, 1)
+    engine.generate(words(9, 1) + first + second, 1)  # the second one on top of a moved text
+    engine.generate(words(9, 2) + second + third, 1)  # the third one on top of that
+    moved = engine.generate(words(9, 3) + second + third, 1).reuse.tokens(MatchKind.MOVED)
+    assert len(second) <= moved < len(second) + 20
+    engine.generate(words(9, 4) + first + third, 1)  # and here on top of exact K/V, moved once
+    moved = engine.generate(words(9, 5) + second + third, 1).reuse.tokens(MatchKind.MOVED)
+    assert moved >= len(second) + len(third) - 1
+
+
 def test_moved_text_is_not_stored_a_second_time(engine: KVBoost) -> None:
     engine.generate(prompt([0, 1, 2, 3], 0), 1)
     engine.flush()

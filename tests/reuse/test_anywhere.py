@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes import GEOMETRY, FakeModel, FakeSlots, store_of
+from fakes import GEOMETRY, FakeModel, FakeSlots, FaultyDisk, FaultyTier, store_of
 from kvboost.core import Chunk, MatchKind, ReusePlan, Span
+from kvboost.errors import TierUnavailable
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import content_key, derive, namespace
 from kvboost.reuse.lookup import LEAST_MOVED_TOKENS, find, find_moved
@@ -19,6 +21,7 @@ from kvboost.reuse.place import assemble
 from kvboost.reuse.store import commit, commit_approximate
 from kvboost.rope import rotate
 from kvboost.tiers.anchors import SHORTEST_FOUND
+from kvboost.tiers.store import ChunkStore
 
 SPACE = namespace(b"model", "", None)
 SIZE = 32
@@ -132,7 +135,8 @@ def test_a_moved_chunk_that_is_gone_leaves_the_others() -> None:
     store.store.tiers.discard(plan.matches[0].key)
     placed = assemble(plan, FakeSlots(len(prompt)), FakeModel(), store.store, SPACE)
     assert placed.lost == (plan.matches[0].key,)
-    assert placed.plan.matches == plan.matches[1:]
+    first, *others = plan.matches[1:]
+    assert placed.plan.matches == (replace(first, follows=False), *others)
 
 
 def test_approximate_chunks_are_found_by_their_words_alone() -> None:
@@ -145,6 +149,64 @@ def test_approximate_chunks_are_found_by_their_words_alone() -> None:
     assert store.find([*document, 5]).num_reused == 100
     exact = derive(chunks, SPACE)
     assert all(store.store.index.get(key.prefix) is None for key in exact)
+
+
+def stored_at(store: ChunkStore, document: list[int], home: int, seed: int) -> FakeSlots:
+    """A text that was computed on top of moved text from `home` on, and the rows it came from."""
+    slots, stop = FakeSlots(home + len(document), seed), home + len(document)
+    slots.exact_stop = 0
+    chunk = Chunk(Span(home, stop), np.asarray(document, "<u4").tobytes())
+    commit_approximate(slots, [chunk], [content_key(chunk.tokens, SPACE)], SPACE, store)
+    return slots
+
+
+def check_placed(store: ChunkStore, document: list[int], source: FakeSlots, home: int) -> None:
+    """The document, found behind 25 other tokens, is the source's rows turned from `home`."""
+    prompt = text(25, 77) + document + text(5, 78)
+    chunks, target = split(prompt, SIZE), FakeSlots(len(prompt), seed=9)
+    plan = find_moved(ReusePlan(len(prompt)), chunks, store.index, SPACE)
+    placed = assemble(plan, target, FakeModel(), store, SPACE).plan
+    assert placed.num_reused == len(document)
+    expected = source.read(Span(home, home + len(document)))[0][0]
+    turned = rotate(expected, FakeModel.rotations[0], 25 - home)
+    torch.testing.assert_close(target.read(Span(25, 25 + len(document)))[0][0], turned)
+
+
+def test_a_copy_that_another_process_stored_from_elsewhere_is_turned_from_its_own_place() -> None:
+    shared, document = FaultyTier(), text(100, 0)
+    ours, theirs = store_of(below=[shared]), store_of(below=[shared])
+    stored_at(ours, document, 500, seed=1)
+    assert ours.tiers.flush(5)
+    source = stored_at(theirs, document, 900, seed=2)  # replaces ours in the shared tier
+    assert theirs.tiers.flush(5)
+    (key,) = ours.tiers.memory._frames
+    ours.tiers.memory.discard([key])
+    ours.tiers.load([key], ours.tiers.patience())  # nobody tells the index
+    check_placed(ours, document, source, 900)
+    for store in (ours, theirs):
+        store.tiers.close()
+
+
+def test_a_text_that_is_computed_again_while_its_tier_is_down_has_its_new_place() -> None:
+    disk, document = FaultyDisk(), text(100, 0)
+    store = store_of(below=[disk])
+    stored_at(store, document, 500, seed=1)
+    assert store.tiers.flush(5)
+    store.tiers.memory.discard(list(store.tiers.memory._frames))
+    store.tiers._below[0]._fail(TierUnavailable("no answer in time"))
+    source = stored_at(store, document, 900, seed=2)
+    (key,) = store.tiers.memory._frames
+    entry = store.index.get(key)
+    assert entry is not None and entry.home == 900
+    check_placed(store, document, source, 900)
+    store.tiers.close()
+
+
+def test_a_text_that_is_stored_already_keeps_the_place_of_its_copy() -> None:
+    store, document = store_of(), text(100, 0)
+    source = stored_at(store, document, 500, seed=1)
+    stored_at(store, document, 900, seed=2)
+    check_placed(store, document, source, 500)
 
 
 @pytest.mark.parametrize("shown", [SIZE, 10])  # 10: too few to be found before what follows them

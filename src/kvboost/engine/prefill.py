@@ -229,8 +229,9 @@ def keep(
 ) -> None:
     """Store the K/V of `tokens` that was computed, which `slots` holds from its first row on.
 
-    What comes before anything moved is exact. Of the rest, stretches that were computed on top of
-    moved K/V are stored as approximate, and moved rows are not stored a second time.
+    K/V before the first moved row is exact. The live stretches after it are stored as approximate,
+    up to the first moved row that is approximate itself: errors would add up with every move.
+    Moved rows are not stored a second time.
     """
     slots = prefilled.slots
     exact = tokens[: slots.exact_stop]
@@ -239,10 +240,11 @@ def keep(
         commit(slots, chunks, keys, space, parts.store, sensitivities)
     if slots.exact_stop >= len(tokens):
         return
-    live = [span for span in prefilled.plan.live if span.start >= slots.exact_stop]
+    plan = prefilled.plan
+    live = [span for span in plan.live if span.start >= slots.exact_stop]
     live[-1] = Span(live[-1].start, len(tokens))
     for span in live:
-        if len(span) >= LEAST_MOVED_TOKENS:
+        if len(span) >= LEAST_MOVED_TOKENS and span.start < plan.approximate_start:
             chunks = _split(tokens[span.start : span.stop], parts, first=span.start)
             space = space_of(tenant, parts)
             names = [content_key(chunk.tokens, space) for chunk in chunks]

@@ -159,6 +159,7 @@ def _moved(entry: Entry, first: int, start: int, stop: int, *, follows: bool) ->
         offset=start,
         delta=first - entry.home,
         follows=follows,
+        provenance=entry.provenance,
     )
 
 

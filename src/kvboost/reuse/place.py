@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kvboost.codecs.frame import decode, read
-from kvboost.core import FrameKey, Match, MatchKind, Namespace, ReusePlan
+from kvboost.codecs.frame import Head, decode, read
+from kvboost.core import Entry, FrameKey, Match, MatchKind, Namespace, ReusePlan
 from kvboost.errors import CacheError
 from kvboost.rope import move
 from kvboost.tiers.store import ChunkStore
@@ -48,13 +48,13 @@ def assemble(
         if match.kind is MatchKind.EXACT and lost:
             continue
         frame = loaded.get(match.key)
-        known = None if frame is None else _place(match, frame, slots, store, space)
-        if known is None:
+        head = None if frame is None else _place(match, frame, slots, store, space)
+        if head is None:
             lost.append(match.key)
             continue
-        placed.append(match)
-        if known:
-            part = np.frombuffer(known, np.uint8)[match.offset :][: len(match.span)]
+        placed.append(_as_stored(match, head.entry, placed[-1] if placed else None))
+        if head.sensitivity:
+            part = np.frombuffer(head.sensitivity, np.uint8)[match.offset :][: len(match.span)]
             sensitivities[match.span.start : match.span.stop] = part
     came_true = ReusePlan(plan.num_tokens, tuple(placed))
     for run in came_true.runs:
@@ -68,8 +68,8 @@ def assemble(
 
 def _place(
     match: Match, source: memoryview, slots: Slots, store: ChunkStore, space: Namespace
-) -> bytes | None:
-    """Write a match's rows; what is known of their sensitivity, or None if the frame is no good."""
+) -> Head | None:
+    """Write a match's rows; the head of their frame, or None if that is no good."""
     try:
         head = read(source)
         whole = decode(source, head, store.codec)
@@ -85,4 +85,19 @@ def _place(
         return None
     kv = [part[:, :, match.offset : match.offset + len(match.span)] for part in whole]
     slots.write(match.span, kv)
-    return head.sensitivity
+    return head
+
+
+def _as_stored(match: Match, entry: Entry, before: Match | None) -> Match:
+    """A moved match by what its frame says of itself.
+
+    A content key names tokens alone: another process, or this one at another time, may have stored
+    the same text from another position since lookup read the index.
+    """
+    if match.kind is MatchKind.EXACT:
+        return match
+    delta = match.span.start - match.offset - entry.home
+    follows = (
+        match.follows and before is not None and (before.key, before.delta) == (entry.parent, delta)
+    )
+    return replace(match, delta=delta, follows=follows, provenance=entry.provenance)

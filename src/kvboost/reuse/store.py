@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvboost.codecs.frame import write
-from kvboost.core import Anchor, Chunk, ChunkKeys, ContentKey, Entry, Namespace, Provenance
+from kvboost.core import (
+    Anchor,
+    Chunk,
+    ChunkKeys,
+    ContentKey,
+    Entry,
+    FrameKey,
+    Namespace,
+    Provenance,
+)
 from kvboost.tiers import anchors
 from kvboost.tiers.store import ChunkStore
 
@@ -74,11 +83,13 @@ def _put_new(
     """Store the entries that the store does not hold yet, and return them."""
     new: list[Entry] = []
     anchors_of = dict(zip(entries, _anchors_by_chunk(chunks, entries), strict=True))
+    seen: set[FrameKey] = set()
     # Last chunk first: the tier forgets the oldest first, and a chunk is of no use without the
     # ones before it.
     for chunk, entry in reversed(list(zip(chunks, entries, strict=False))):
-        if store.has(entry.key):
+        if entry.key in seen or store.has(entry.key):
             continue
+        seen.add(entry.key)
         known = sensitivities[chunk.span.start : chunk.span.stop]
         with store.writing:
             frame = write(entry, slots.read(chunk.span), store.codec, known, anchors_of[entry])
@@ -90,9 +101,12 @@ def _put_new(
     store.metrics.add("stored_chunks", len(new))
     store.settle()
     store.tiers.raise_mapped()
+    stored_now = set(new)
     for entry, words in anchors_of.items():
-        if store.tiers.holds(entry.key):
-            store.index.add(entry, words)
+        # A copy that was there already may be from another position, if its key is of its content.
+        stored = entry if entry in stored_now else store.index.get(entry.key)
+        if stored is not None and store.tiers.holds(entry.key):
+            store.index.add(stored, words)
     for entry in new:
         store.publish(entry, anchors_of[entry])
     return new

@@ -94,10 +94,14 @@ class ChunkIndex:
         """Make an entry findable; `anchors_in_it` come from `anchors.pick`.
 
         Of two entries that say the same the older one is found by its words, unless only the
-        newer one is exact. An entry that is known is given the anchors that lead nowhere now.
+        newer one is exact. An entry that is known is given the anchors that lead nowhere now, and
+        is replaced if it was computed at another position.
         """
         with self._lock:
             row = self._row(entry.key)
+            if row is not None and self._homes[row] != entry.home:
+                self.remove(entry.key)
+                row = None
             if row is None:
                 row = self._take_row(entry)
                 self._rows.put(_number(entry.key), row)
