@@ -9,9 +9,8 @@ import pytest
 
 from batching import WAIT_S, alone, answers, engine_of, greedy, mixed_prompts
 from fakes import FaultyTier, words
-from kvboost.engine import prefill
 from kvboost.errors import DeadlineExceeded
-from kvboost.tiers import urls
+from kvboost.tiers import stack, urls
 
 pytestmark = pytest.mark.tiny
 
@@ -33,7 +32,7 @@ def test_a_batch_after_a_restart_is_warm_from_disk(tmp_path: Path) -> None:
 def below(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyTier]:
     """A tier that fails on demand, behind the URL redis://, and is waited for on any machine."""
     tier = FaultyTier()
-    monkeypatch.setattr(prefill, "LEAST_PATIENCE_S", 60.0)
+    monkeypatch.setattr(stack, "LEAST_WAIT_S", 60.0)
     monkeypatch.setattr(urls, "_open_shared", lambda url, timeout_s: tier)
     yield tier
     tier.thawed.set()

@@ -10,9 +10,8 @@ import pytest
 
 from fakes import FaultyDisk, FaultyTier, WordTokenizer, words
 from kvboost import ConfigError, KVBoost
-from kvboost.engine import prefill
 from kvboost.errors import KVBoostError
-from kvboost.tiers import urls
+from kvboost.tiers import stack, urls
 from kvboost.tiers.disk.tier import DiskTier
 from tiny_models import SUPPORTED, build
 
@@ -28,7 +27,7 @@ def engine_of(**options: object) -> KVBoost:
 def below(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyTier]:
     """A tier that fails on demand, behind the URL redis://, and is waited for on any machine."""
     tier = request.param()
-    monkeypatch.setattr(prefill, "LEAST_PATIENCE_S", 60.0)
+    monkeypatch.setattr(stack, "LEAST_WAIT_S", 60.0)
     monkeypatch.setattr(urls, "_open_shared", lambda url, timeout_s: tier)
     yield tier
     tier.thawed.set()

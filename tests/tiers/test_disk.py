@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -392,10 +392,10 @@ def test_a_frame_whose_pages_cannot_be_read_is_an_empty_one(
     put(tier, 1)
     is_readable = segment.is_readable
 
-    def cut(view: memoryview) -> bool:
+    def cut(view: memoryview, came: Callable[[int], None]) -> bool:
         for path in folder.path.glob("segment-*"):
             os.truncate(path, 0)
-        return is_readable(view)
+        return is_readable(view, came)
 
     monkeypatch.setattr(disk_tier, "is_readable", cut)
     with mmap.mmap(-1, BLOCK_BYTES) as page:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
     from kvboost.engine.worker import Idle, Later
 
-log = logging.getLogger(__name__)
-
 
 def answer(
     request: Request, parts: Parts, tokenizer: PreTrainedTokenizerBase
@@ -32,8 +29,6 @@ def answer(
     begun_at = time.perf_counter()
     if request.cancelled.is_set():
         raise CancelledError("cancelled while it waited")
-    if request.loading is not None and request.loading.exception() is not None:
-        log.error("loading failed, going on without", exc_info=request.loading.exception())
     parts = parts.under(request.adapter)
     model = parts.model
     watch = StepWatch(request.cancelled.is_set)
@@ -46,7 +41,8 @@ def answer(
     terms, guard_note = terms_of(request, parts, is_refused=bool(note))
     prefilled = None
     if not model.refusal:
-        prefilled = prefill(request.tokens, parts, terms, capacity=num_prompt + num_new)
+        capacity, brought = num_prompt + num_new, request.brought
+        prefilled = prefill(request.tokens, parts, terms, capacity=capacity, brought=brought)
     slots, pending = (prefilled.slots, prefilled.pending) if prefilled else (None, ())
     output = model.generate(slots, request.tokens, arguments, pending)
     sequences = output.sequences.tolist()

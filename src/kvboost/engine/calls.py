@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvboost.build import Parts
 from kvboost.core import ReuseMode
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvboost.engine.texts import Prompt
+    from kvboost.engine.worker import Later
+
+Work: TypeAlias = "Callable[[], tuple[GenerationResult, Later]]"
 
 NUM_LOADERS = 4  # requests for which tiers below memory are asked at once
 
@@ -88,10 +91,39 @@ class Calls:
             raise KVBoostError("the engine is closed") from None
         return replace(request, loading=loading)
 
+    def loaded(self, request: Request) -> Request:
+        """The same request, once what tiers below memory have of it is there."""
+        request = self.loading(request)
+        if request.loading is not None:
+            wait([request.loading])
+        return request
+
     def close(self) -> None:
         """End the threads that load."""
         self._loader.shutdown()
 
     def _submit(self, request: Request) -> Future[GenerationResult]:
+        """Queue a request once its K/V was loaded: the engine's thread waits for no tier."""
         request = self.loading(request)
-        return self._worker.submit(partial(answer, request, self._parts, self._tokenizer))
+        work = partial(answer, request, self._parts, self._tokenizer)
+        if request.loading is None:
+            return self._worker.submit(work)
+        reply: Future[GenerationResult] = Future()
+        request.loading.add_done_callback(lambda _: self._queue(work, reply))
+        return reply
+
+    def _queue(self, work: Work, reply: Future[GenerationResult]) -> None:
+        try:
+            answered = self._worker.submit(work)
+        except KVBoostError as error:
+            reply.set_exception(error)
+        else:
+            answered.add_done_callback(partial(_pass_on, reply))
+
+
+def _pass_on(reply: Future[GenerationResult], answered: Future[GenerationResult]) -> None:
+    error = answered.exception()
+    if error is None:
+        reply.set_result(answered.result())
+    else:
+        reply.set_exception(error)

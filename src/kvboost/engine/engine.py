@@ -447,6 +447,7 @@ class KVBoost:
         request = self._calls.request(
             prompt, documents=documents, reuse=reuse, tenant=tenant, adapter=adapter
         )
+        request = self._calls.loaded(request)
         work = partial(explain, request, self._parts, across_tenants=across_tenants)
         return self._worker.call(work)
 
@@ -480,7 +481,7 @@ class KVBoost:
             prompt, documents=documents, reuse=reuse, tenant=tenant, adapter=adapter
         )
         tokens = continuation_tokens(continuations, self.tokenizer)
-        work = partial(score, self._calls.loading(request), tokens, self._parts)
+        work = partial(score, self._calls.loaded(request), tokens, self._parts)
         return self._worker.submit(work).result()
 
     def verify_correctness(

@@ -13,7 +13,6 @@ from kvboost.core import TOKEN_BYTES, Chunk, ChunkKeys, MatchKind, Namespace, Sp
 from kvboost.engine.answer import terms_of, why_not
 from kvboost.engine.prefill import (
     Terms,
-    bring,
     dropped,
     look_up,
     named_chunks,
@@ -37,8 +36,6 @@ def explain(request: Request, parts: Parts, *, across_tenants: bool) -> ReuseRep
     tokens, parts = request.tokens, parts.under(request.adapter)
     refusal = why_not(request, parts.model, len(tokens))
     terms, note = terms_of(request, parts, is_refused=bool(refusal))
-    if terms.reuse != "off":
-        bring(tokens, parts, terms)
     found = look_up(tokens, parts, terms)
     wanted = worthwhile(found, parts, terms)
     ask = partial(

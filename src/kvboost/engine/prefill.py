@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
 from kvboost.build import Parts
-from kvboost.core import Chunk, ChunkKeys, Match, MatchKind, Namespace, ReuseMode, ReusePlan, Span
+from kvboost.core import (
+    Chunk,
+    ChunkKeys,
+    FrameKey,
+    Match,
+    MatchKind,
+    Namespace,
+    ReuseMode,
+    ReusePlan,
+    Span,
+)
 from kvboost.models.probe import Probe
 from kvboost.models.rows import Rows
 from kvboost.models.slots import SlotCache
@@ -26,10 +35,12 @@ from kvboost.reuse.store import commit, commit_approximate
 if TYPE_CHECKING:
     import torch
 
+Frames: TypeAlias = dict[FrameKey, memoryview]
+"""Frames that were loaded for one request, beside those in memory."""
+
 S = TypeVar("S", bound=SlotCache | Rows)
 """Where the K/V of a request lies: in a buffer of its own, or partly in one that others read."""
 
-LEAST_PATIENCE_S = 0.1  # with a tier below memory: threads of a busy machine may be that late
 FIRST_NEW_ROWS = 1024  # room for the answer to start with; buffers grow when it is longer
 
 
@@ -88,15 +99,20 @@ class Prefilled(Generic[S]):
 
 
 def prefill(
-    tokens: Sequence[int], parts: Parts, terms: Terms, *, capacity: int
+    tokens: Sequence[int],
+    parts: Parts,
+    terms: Terms,
+    *,
+    capacity: int,
+    brought: Frames | None = None,
 ) -> Prefilled[SlotCache]:
     """Fill the K/V of `tokens`, computing only what the store cannot supply.
 
-    `capacity` is what the sequence may grow to.
+    `capacity` is what the sequence may grow to, `brought` what `bring` returned.
     """
     decision = decide(tokens, parts, terms, capacity=capacity)
     slots = parts.model.slots(len(tokens) + min(capacity - len(tokens), FIRST_NEW_ROWS))
-    prefilled = fill(decision, tokens, parts, terms, slots)
+    prefilled = fill(decision, tokens, parts, terms, slots, brought)
     slots.correct(prefilled.corrected, prefilled.pending)
     return prefilled
 
@@ -117,17 +133,21 @@ def fill(
     parts: Parts,
     terms: Terms,
     rows: S,
+    brought: Frames | None = None,
 ) -> Prefilled[S]:
     """Place what is reused, choose what of it to repair, and compute all but the last piece.
 
-    Rows that are shared hold no moved text, and are not mixed with pieces of fixed shape.
+    Rows that are shared hold no moved text, and are not mixed with pieces of fixed shape. With
+    `brought`, which is emptied, no tier below memory is waited for here.
     """
     started = time.perf_counter()
     model, reused = parts.model, decision.plan
     slots = rows.own if isinstance(rows, Rows) else rows
     loaded = tuple(m for m in reused.matches if m.span.stop > decision.num_shared)
     space = space_of(terms.tenant, parts)
-    placed = assemble(ReusePlan(len(tokens), loaded), rows, model, parts.store, space)
+    placed = assemble(ReusePlan(len(tokens), loaded), rows, model, parts.store, space, brought)
+    if brought is not None:
+        brought.clear()  # files must not stay mapped while the answer runs
     parts.store.forget(placed.lost)
     placed_at = time.perf_counter()
     shared = (m for m in reused.matches if m.span.stop <= decision.num_shared)
@@ -154,20 +174,26 @@ def fill(
     )
 
 
-def bring(tokens: Sequence[int], parts: Parts, terms: Terms) -> None:
-    """Load into memory what tiers below it have of `tokens`, while a request waits for its turn.
+def bring(tokens: Sequence[int], parts: Parts, terms: Terms) -> Frames:
+    """Load what tiers below memory have of `tokens`, while a request waits for its turn.
 
-    No tier is waited for longer than computing all of it is expected to take, but for a moment.
+    From shared tiers into memory; frames of a disk are returned as they lie in its files. No tier
+    is waited for longer than the model would compute what it supplies, but for a moment.
     """
-    if not parts.store.tiers.is_deep:
-        return
-    full_s = parts.cost.predict(Work.of(len(tokens), len(tokens), 0)) or math.inf
-    patience = parts.store.tiers.patience(max(full_s, LEAST_PATIENCE_S))
-    chunks, keys, space = named_chunks(tokens, parts, terms.tenant)
-    parts.store.bring_prefix(keys, patience)
-    if terms.reuse == "auto":
-        known = find(chunks, keys, parts.store.index).num_reused
-        parts.store.bring_moved(np.asarray(tokens[known:], dtype="<u4"), space, patience)
+    store = parts.store
+    if not store.tiers.is_deep:
+        return {}
+    compute_s = parts.cost.predict(Work.of(len(tokens), len(tokens), 0))
+    patience = store.tiers.patience(store.codec.size(len(tokens)), compute_s)
+    if store.tiers.is_shared:
+        chunks, keys, space = named_chunks(tokens, parts, terms.tenant)
+        store.bring_prefix(keys, patience)
+        if terms.reuse == "auto":
+            known = find(chunks, keys, store.index).num_reused
+            store.bring_moved(np.asarray(tokens[known:], dtype="<u4"), space, patience)
+    found = look_up(tokens, parts, terms).matches
+    below = [m.key for m in found if not store.tiers.memory.holds(m.key)]
+    return store.tiers.get(list(dict.fromkeys(below)), patience) if below else {}
 
 
 def look_up(tokens: Sequence[int], parts: Parts, terms: Terms) -> ReusePlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -11,9 +12,12 @@ from typing import Any
 
 from kvboost.config import check_reuse, option_names
 from kvboost.core import ReuseMode
+from kvboost.engine.prefill import Frames
 from kvboost.engine.results import GenerationMode
 from kvboost.errors import ConfigError
 from kvboost.models.adapters import Adapter
+
+log = logging.getLogger(__name__)
 
 DEFAULT_NEW_TOKENS = 64
 REFUSED = {
@@ -39,8 +43,19 @@ class Request:
     started_at: float = field(default_factory=time.perf_counter)
     ready_at: float = field(default_factory=time.perf_counter)  # when its tokens were there
     emit: Callable[[str], None] | None = None  # gets the text as it comes
-    loading: Future[None] | None = None  # of what tiers below memory have of the prompt
+    loading: Future[Frames] | None = None  # of what tiers below memory have of the prompt
     cancelled: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def brought(self) -> Frames | None:
+        """The frames that were loaded for it; None: nothing was asked for."""
+        if self.loading is None:
+            return None
+        try:
+            return self.loading.result()
+        except Exception:
+            log.exception("loading failed, going on without")
+            return {}
 
     def streamed(self, emit: Callable[[str], None], cancelled: threading.Event) -> Request:
         """The same request with a listener and a way to stop it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from kvboost.engine.worker import Idle, Later
 
 STEP_TOKENS = 256  # whose logits are there at once: a row has the size of the vocabulary
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,8 +81,6 @@ def score(
     Raises:
         UnsupportedModel: the model runs without our cache.
     """
-    if request.loading is not None and request.loading.exception() is not None:
-        log.error("loading failed, going on without", exc_info=request.loading.exception())
     parts, tokens = parts.under(request.adapter), request.tokens
     model = parts.model
     if model.refusal:
@@ -93,7 +88,7 @@ def score(
     capacity = len(tokens) + max(map(len, continuations))
     note = why_not(request, model, capacity)
     terms, guard_note = terms_of(request, parts, is_refused=bool(note))
-    prefilled = prefill(tokens, parts, terms, capacity=capacity)
+    prefilled = prefill(tokens, parts, terms, capacity=capacity, brought=request.brought)
     first = complete(prefilled, tokens, parts)
     read_at = time.perf_counter()
     result = ScoreResult(

@@ -10,7 +10,7 @@ from functools import partial
 from tqdm.auto import tqdm
 
 from kvboost.build import Parts
-from kvboost.engine.prefill import Terms, bring, keep, pin, prefill
+from kvboost.engine.prefill import Frames, Terms, bring, keep, pin, prefill
 from kvboost.engine.results import WarmResult
 from kvboost.engine.worker import Worker
 from kvboost.errors import ConfigError
@@ -59,8 +59,10 @@ class Warming:
         return WarmResult(len(texts), sum(map(len, texts)), num_computed, num_pinned, total_ms)
 
     def _warm(self, text: list[int], before: list[int], tenant: str, parts: Parts) -> int:
-        bring(before + text, parts, Terms("exact", tenant))
-        steps = warming(text, parts, before=before, tenant=tenant, at_once=self._at_once)
+        brought = bring(before + text, parts, Terms("exact", tenant))
+        steps = warming(
+            text, parts, before=before, tenant=tenant, at_once=self._at_once, brought=brought
+        )
         num_computed = 0
         while (num_done := self._worker.call(partial(next, steps, None))) is not None:
             num_computed += num_done
@@ -83,6 +85,7 @@ def warming(
     before: list[int],
     tenant: str,
     at_once: Callable[[], int],
+    brought: Frames | None = None,
 ) -> Iterator[int]:
     """Compute and store what the store lacks of `text` behind `before`, in steps.
 
@@ -93,7 +96,9 @@ def warming(
     if model.refusal or model.is_alone(len(tokens)):
         return
     started = time.perf_counter()
-    prefilled = prefill(tokens, parts, Terms("exact", tenant), capacity=len(tokens))
+    prefilled = prefill(
+        tokens, parts, Terms("exact", tenant), capacity=len(tokens), brought=brought
+    )
     times = [time.perf_counter() - started]
     for seconds in _computing(prefilled.slots, tokens, prefilled.pending, parts, at_once):
         times.append(seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -31,16 +32,28 @@ class Placed:
 
 
 def assemble(
-    plan: ReusePlan, slots: Slots, model: CausalModel, store: ChunkStore, space: Namespace
+    plan: ReusePlan,
+    slots: Slots,
+    model: CausalModel,
+    store: ChunkStore,
+    space: Namespace,
+    brought: Mapping[FrameKey, memoryview] | None = None,
 ) -> Placed:
     """Fill `slots` with what the plan reuses and return what came true of it.
+
+    Frames come from memory and from `brought`; without it, tiers of our own are asked and waited
+    for.
 
     Keys tell namespaces apart already; a frame of another one than `space` is refused all the same.
 
     An exact match holds only on top of all matches before it, so the first one that is gone or
     broken ends the exact ones. Moved ones stand each for itself.
     """
-    loaded = store.tiers.get(list(dict.fromkeys(match.key for match in plan.matches)))
+    keys = list(dict.fromkeys(match.key for match in plan.matches))
+    if brought is None:
+        loaded = store.tiers.get(keys)
+    else:
+        loaded = {**brought, **store.tiers.memory.get(keys)}
     placed: list[Match] = []
     lost: list[FrameKey] = []
     sensitivities = np.zeros(plan.num_tokens, np.float32)

@@ -22,9 +22,14 @@ class TierStats:
 class Tier(ABC):
     """A bounded map from key to bytes. Safe to call from several threads.
 
+    `bytes_read` grows while a read is under way, as far as a tier can tell: a slow tier is not a
+    dead one.
+
     `get`, `put` and `discard` may raise `TierUnavailable` at any time, which callers treat as a
     miss. Bytes are opaque here: whoever reads them from outside of this process checks them.
     """
+
+    bytes_read = 0
 
     @abstractmethod
     def get(self, keys: Sequence[FrameKey]) -> dict[FrameKey, memoryview]:
@@ -57,10 +62,6 @@ class OwnTier(Tier):
     @abstractmethod
     def holds(self, key: FrameKey) -> bool:
         """Whether `key` is here, without reading it."""
-
-    def hint(self, keys: Iterable[FrameKey]) -> None:
-        """Keys that will be asked for soon; does not wait."""
-        return
 
     def heads(self) -> Iterable[Head]:
         """What the frames that are here say of themselves; damaged ones are left out."""

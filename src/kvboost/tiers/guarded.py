@@ -1,8 +1,9 @@
 """A tier that cannot hurt: a deadline, a circuit breaker, and a check of all that it returns.
 
 Calls to the tier itself run on two threads of their own, one that reads and one that writes. A
-request waits for a read no longer than its deadline. When nothing came until then, or the tier
-failed, it is left alone until it has answered a probe of the reading thread.
+request waits for a read as long as its patience lasts, and takes what has come by then. When the
+tier fails, or delivers nothing at all for a deadline, it is left alone until it has answered a
+probe of the reading thread.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -24,6 +25,9 @@ from kvboost.tiers.base import OwnTier, Tier, TierStats
 from kvboost.tiers.behind import FIRST_PAUSE_S, LONGEST_PAUSE_S, Source, WriteBehind
 
 CLOSING_S = 10.0  # what closing waits for writes
+BATCH_BYTES = 8 << 20  # of frames that a tier is asked for at once
+NOTES_AT_ONCE = 512
+SILENT = 0.9  # of the deadline: a request that waited all of it began before the tier did
 PROBE = PrefixKey(b"kvboost probe".ljust(32, b"."))  # nothing is ever stored under it
 
 Check: TypeAlias = Callable[[memoryview, FrameKey], object]
@@ -33,12 +37,42 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
+class Patience:
+    """How long a request waits for the tiers below memory, however often it asks them.
+
+    A deadline, and longer for as long as they deliver faster than the model would compute.
+    """
+
+    each_s: float  # for the first answer of a tier
+    deadline_s: float  # for all tiers, before anything was delivered
+    least_bytes_per_s: float  # at a lower rate computing is faster
+    started_at: float = field(default_factory=time.monotonic)
+    num_bytes: int = 0  # that were delivered so far
+
+    @property
+    def left_s(self) -> float:
+        """What is left of it."""
+        worth_s = self.num_bytes / self.least_bytes_per_s if self.num_bytes else 0.0
+        return max(0.0, self.started_at + self.deadline_s + worth_s - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a tier that is asked now has no fair chance to answer."""
+        return self.left_s < self.each_s / 2
+
+
+@dataclass
 class _Read:
-    keys: Sequence[FrameKey]
+    batches: Iterator[Sequence[FrameKey]]
     check: Check
+    are_frames: bool
     found: dict[FrameKey, memoryview] = field(default_factory=dict)
     done: threading.Event = field(default_factory=threading.Event)
     is_abandoned: bool = False
+
+
+def _size(frames: dict[FrameKey, memoryview]) -> int:
+    return sum(frame.nbytes for frame in dict(frames).values())
 
 
 def _wake_up() -> None:
@@ -55,12 +89,14 @@ class GuardedTier:
         source: Source,
         metrics: Metrics,
         opened: Callable[[Tier], None],
+        deadline_s: float,
     ) -> None:
         """`make` opens the tier and `opened` is told of it, both on the reading thread.
 
-        A `make` that failed is called again later.
+        A `make` that failed is called again later. A tier that is silent for `deadline_s` is dead.
         """
         self.name = name
+        self._deadline_s = deadline_s
         self._make = make
         self._opened = opened
         self._metrics = metrics
@@ -69,7 +105,11 @@ class GuardedTier:
         self._is_closed = threading.Event()
         self._was_tried = threading.Event()
         self._refusal: ConfigError | None = None
-        self._num_hits = self._num_misses = self._num_faults = self._num_reads = 0
+        self._num_hits = self._num_misses = self._num_faults = 0
+        self._num_batches = 0  # that were read
+        self._frames_at_once = 1  # learned from the batches before
+        self._silent_since: float | None = None  # while a job is under way
+        self._delivered = (0, 0)  # at that moment
         self._condemned: set[FrameKey] = set()  # damaged; their discard is on its way
         self._pause_s = FIRST_PAUSE_S
         self._retry_at = 0.0
@@ -106,31 +146,52 @@ class GuardedTier:
             raise self._refusal
 
     def get(
-        self, keys: Sequence[FrameKey], until: float, check: Check
+        self, keys: Sequence[FrameKey], patience: Patience, check: Check
     ) -> dict[FrameKey, memoryview]:
-        """What the tier has of `keys`, if it answers until `until`, by `time.monotonic`."""
-        if not keys or not self._is_up:
+        """What the tier delivers of `keys` for as long as patience lasts."""
+        read = _Read(self.batches(keys), check, are_frames=True)
+        return self._get(read, patience) if keys else {}
+
+    def get_notes(
+        self, keys: Sequence[FrameKey], patience: Patience, check: Check
+    ) -> dict[FrameKey, memoryview]:
+        """The same for notes, of which many fit into one call."""
+        starts = range(0, len(keys), NOTES_AT_ONCE)
+        batches = (keys[start : start + NOTES_AT_ONCE] for start in starts)
+        return self._get(_Read(batches, check, are_frames=False), patience) if keys else {}
+
+    def _get(self, read: _Read, patience: Patience) -> dict[FrameKey, memoryview]:
+        tier = self.tier
+        if tier is None or patience.is_over:
             return {}
-        read, num_before = _Read(keys, check), self._num_reads
+        num_bytes, read_before = patience.num_bytes, tier.bytes_read
         self._jobs.put(partial(self._carry_out, read))
-        is_done = read.done.wait(max(0.0, until - time.monotonic()))
+        while not read.done.wait(min(patience.left_s, self._deadline_s - self._silence_s())):
+            came = max(tier.bytes_read - read_before, _size(read.found))
+            patience.num_bytes = num_bytes + came
+            if self._silence_s() >= SILENT * self._deadline_s:
+                self._fail(TierUnavailable("no answer in time"))
+            if not self._is_up or not patience.left_s:
+                break
         read.is_abandoned = True
-        if is_done and self._is_up:
+        found = dict(read.found)  # the reading thread may be about to add a batch
+        patience.num_bytes = num_bytes + _size(found)
+        if found and self._is_up:
             self._pause_s = FIRST_PAUSE_S
-        elif not is_done and self._num_reads == num_before:  # else it is only busy with others
-            self._fail(TierUnavailable("no answer in time"))
-        return read.found if is_done else {}
+        return found
+
+    def batches(self, keys: Sequence[FrameKey]) -> Iterator[Sequence[FrameKey]]:
+        """Keys in portions that are worth a call, and take a fraction of the deadline each."""
+        start = 0
+        while start < len(keys):
+            stop = start + self._frames_at_once
+            yield keys[start:stop]
+            start = stop
 
     def count(self, num_asked: int, num_found: int) -> None:
         """Count chunks that were asked for."""
         self._num_hits += num_found
         self._num_misses += num_asked - num_found
-
-    def hint(self, keys: Sequence[FrameKey]) -> None:
-        """Say which keys will be asked for soon."""
-        tier = self.tier  # once: another thread may take it down meanwhile
-        if isinstance(tier, OwnTier):
-            self._jobs.put(partial(tier.hint, keys))
 
     def stats(self) -> dict[str, int | bool]:
         """Sizes and counts at this moment."""
@@ -183,10 +244,25 @@ class GuardedTier:
                 self._revive()
 
     def _do(self, job: Callable[[], None]) -> None:
+        self._delivered, self._silent_since = self._progress(), time.monotonic()
         try:
             job()
         except Exception as error:
             self._fail(error)
+        self._silent_since = None
+
+    def _silence_s(self) -> float:
+        """For how long a job has been under way without bringing anything."""
+        since, now, delivered = self._silent_since, time.monotonic(), self._progress()
+        if since is None:
+            return 0.0
+        if delivered == self._delivered:
+            return now - since
+        self._delivered, self._silent_since = delivered, now
+        return 0.0
+
+    def _progress(self) -> tuple[int, int]:
+        return self._num_batches, 0 if self._tier is None else self._tier.bytes_read
 
     def _revive(self) -> None:
         """Try whether the tier works, opening it if need be; no request waits for this."""
@@ -216,15 +292,27 @@ class GuardedTier:
         return tier
 
     def _carry_out(self, read: _Read) -> None:
-        if read.is_abandoned or self._tier is None:
-            return
         try:
-            frames = self._tier.get(read.keys).items()
-            read.found = {k: frame for k, frame in frames if self._is_sound(frame, k, read.check)}
-            self._num_reads += 1
+            for batch in read.batches:
+                if read.is_abandoned or self._tier is None:
+                    return
+                started_at = time.monotonic()
+                frames = self._tier.get(batch)
+                self._num_batches += 1
+                if frames and read.are_frames:
+                    self._learn_pace(frames, (time.monotonic() - started_at) / len(batch))
+                for key, frame in frames.items():
+                    if self._is_sound(frame, key, read.check):
+                        read.found[key] = frame
         except Exception as error:
             self._fail(error)
-        read.done.set()
+        finally:
+            read.done.set()
+
+    def _learn_pace(self, frames: dict[FrameKey, memoryview], seconds_each: float) -> None:
+        by_size = BATCH_BYTES // max(1, *(frame.nbytes for frame in frames.values()))
+        by_time = self._deadline_s / 4 / max(seconds_each, 1e-6)
+        self._frames_at_once = max(1, min(by_size, int(by_time), 2 * self._frames_at_once))
 
     def _pardon(self, keys: Iterable[FrameKey]) -> None:
         """Keys were discarded or written again."""

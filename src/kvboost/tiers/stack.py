@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,13 +13,15 @@ from kvboost.codecs.frame import Head, allocate, check, read
 from kvboost.core import FrameKey
 from kvboost.metrics import Metrics
 from kvboost.tiers.base import Tier
-from kvboost.tiers.guarded import Check, GuardedTier
+from kvboost.tiers.guarded import Check, GuardedTier, Patience
 
 if TYPE_CHECKING:
     from kvboost.tiers.memory import MemoryTier
 
-BATCH_BYTES = 8 << 20  # of frames that are asked of a shared tier at once
 MOST_NOTES = 1 << 16  # that wait to be written
+LEAST_WAIT_S = 0.1  # threads of a busy machine may be that late
+ANY_RATE = 1e-9
+USUAL_BYTES_PER_S = 100e6  # at least, of a tier that is worth waiting for, before a model was timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +33,6 @@ class Opener:
     patience_s: float = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a request waits for the tiers below memory, however often it asks them."""
-
-    until: float  # by `time.monotonic`
-    each_s: float  # for one answer
-
-    @property
-    def left_s(self) -> float:
-        """What is left of it."""
-        return max(0.0, self.until - time.monotonic())
-
-    @property
-    def is_over(self) -> bool:
-        """Whether a tier that is asked now has no fair chance to answer."""
-        return self.left_s < self.each_s / 2
-
-
 class TierStack:
     """Where the K/V of an engine lies. Thread-safe; nothing here raises because of a tier.
 
@@ -59,7 +41,7 @@ class TierStack:
     """
 
     def __init__(self, memory: MemoryTier, metrics: Metrics, deadline_s: float) -> None:
-        """`deadline_s` is what a request waits at most for a tier below memory."""
+        """`deadline_s` is how long a tier below memory may be silent."""
         self.memory = memory
         self._metrics = metrics
         self._deadline_s = deadline_s
@@ -77,7 +59,9 @@ class TierStack:
         Raises:
             ConfigError: it can never be opened.
         """
-        guarded = GuardedTier(opener.name, opener.make, self, self._metrics, opened)
+        guarded = GuardedTier(
+            opener.name, opener.make, self, self._metrics, opened, self._deadline_s
+        )
         self._below.append(guarded)
         guarded.wait_until_tried(opener.patience_s)
 
@@ -91,24 +75,31 @@ class TierStack:
         """Whether there may be more below memory than this process knows of."""
         return any(not guarded.is_own for guarded in self._below)
 
-    def patience(self, limit_s: float = math.inf) -> Patience:
+    def patience(self, num_bytes: int = 0, compute_s: float | None = None) -> Patience:
         """That of a request which starts now.
 
-        `limit_s` is how long it makes sense to wait for a tier, if less than the deadline.
+        `compute_s` is what the model needs for what `num_bytes` of K/V would save it, if known.
         """
-        each_s = min(limit_s, self._deadline_s)
-        return Patience(time.monotonic() + each_s * len(self._below), each_s)
+        each_s, bytes_per_s = self._deadline_s, USUAL_BYTES_PER_S
+        if compute_s is not None:
+            worth_s = max(compute_s, LEAST_WAIT_S)
+            each_s, bytes_per_s = min(each_s, worth_s), num_bytes / worth_s
+        return Patience(each_s, each_s * len(self._below), bytes_per_s)
 
-    def get(self, keys: Sequence[FrameKey]) -> dict[FrameKey, memoryview]:
-        """Frames that are in memory or in a tier of our own, if that answers in time.
+    def get(
+        self, keys: Sequence[FrameKey], patience: Patience | None = None
+    ) -> dict[FrameKey, memoryview]:
+        """Frames that are in memory, or that a tier of our own delivers in time.
 
-        Those of a disk are read from its files, and copied into memory by `raise_mapped`.
+        Those of a disk are read from its files, and copied into memory by `raise_mapped`. Without
+        `patience` they are waited for as long as they come.
         """
         self.raise_mapped()  # what a request left behind that did not come to its end
         found = self.memory.get(keys)
         for guarded in self._below:
             wanted = [key for key in keys if key not in found and guarded.holds(key)]
-            loaded = guarded.get(wanted, time.monotonic() + self._deadline_s, check)
+            each = patience or Patience(self._deadline_s, self._deadline_s, ANY_RATE)
+            loaded = guarded.get(wanted, each, check)
             guarded.count(len(wanted), len(loaded))
             self._metrics.add("loaded_chunks", len(loaded))
             with self._lock:
@@ -128,23 +119,16 @@ class TierStack:
         for guarded in self._below:
             if guarded.is_own:
                 continue
-            rest, batch_keys = [key for key in keys if not self.memory.holds(key)], 1
-            while rest and room_bytes > 0:
-                batch, rest = rest[:batch_keys], rest[batch_keys:]
+            wanted = [key for key in keys if not self.memory.holds(key)]
+            for batch in guarded.batches(wanted):
                 found = self._load_batch(guarded, batch, patience)
                 heads += found
-                sizes = [head.payload.stop for head in found]
-                room_bytes -= sum(sizes)
-                if (in_order and len(found) < len(batch)) or patience.is_over:
+                room_bytes -= sum(head.payload.stop for head in found)
+                if room_bytes <= 0 or patience.is_over or guarded.tier is None:
                     break
-                if sizes:
-                    batch_keys = max(1, min(BATCH_BYTES, room_bytes) // max(sizes))
+                if in_order and len(found) < len(batch):
+                    break
         return heads
-
-    def hint(self, keys: Sequence[FrameKey]) -> None:
-        """Say which keys will be asked for soon."""
-        for guarded in self._below:
-            guarded.hint(keys)
 
     def raise_mapped(self) -> None:
         """Copy what was read from a disk's files into memory, behind the request that read it."""
@@ -179,7 +163,7 @@ class TierStack:
     ) -> Mapping[FrameKey, memoryview]:
         """What processes have noted under keys in the shared tier."""
         shared = self._shared()
-        return {} if shared is None else _ask(shared, keys, patience, check_note)
+        return {} if shared is None else shared.get_notes(keys, patience, check_note)
 
     def put_notes(self, notes: Mapping[FrameKey, memoryview]) -> None:
         """Note something for other processes in the shared tier."""
@@ -247,7 +231,7 @@ class TierStack:
         if not self._loading.acquire(timeout=patience.left_s):
             return []
         try:
-            frames = _ask(guarded, keys, patience, check)
+            frames = guarded.get(keys, patience, check)
             guarded.count(len(keys), len(frames))
             self._metrics.add("loaded_chunks", len(frames))
             heads = [read(frame) for frame in frames.values()]
@@ -276,9 +260,16 @@ class TierStack:
         self._note_gone(keys)
 
     def _raise(self, frames: Mapping[FrameKey, memoryview]) -> None:
+        """Copy frames into memory: the first ones, and no more than half of what it holds."""
+        room_bytes, chosen = self.memory.stats().budget_bytes // 2, []
         for key, frame in frames.items():
+            room_bytes -= frame.nbytes
+            if room_bytes < 0:
+                break
+            chosen.append(key)
+        for key in reversed(chosen):  # the last one is the first to leave
             if not self.memory.holds(key):
-                self._note_gone(self.memory.admit({key: _copied(frame)}))
+                self._note_gone(self.memory.admit({key: _copied(frames[key])}))
 
     def _shared(self) -> GuardedTier | None:
         """The first tier that others read too, if it works."""
@@ -288,15 +279,6 @@ class TierStack:
     def _note_gone(self, keys: Iterable[FrameKey]) -> None:
         with self._lock:
             self._gone += keys
-
-
-def _ask(
-    guarded: GuardedTier, keys: Sequence[FrameKey], patience: Patience, check_each: Check
-) -> dict[FrameKey, memoryview]:
-    if patience.is_over:
-        return {}
-    until = min(patience.until, time.monotonic() + patience.each_s)
-    return guarded.get(keys, until, check_each)
 
 
 def _copied(frame: memoryview) -> memoryview:

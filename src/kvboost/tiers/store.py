@@ -16,9 +16,10 @@ from kvboost.core import Anchor, ChunkKeys, Entry, FrameKey, Namespace
 from kvboost.metrics import Metrics
 from kvboost.tiers import anchors
 from kvboost.tiers.base import OwnTier, Tier
+from kvboost.tiers.guarded import Patience
 from kvboost.tiers.index import ChunkIndex
 from kvboost.tiers.notes import after, check_note, read_note, where, write_note
-from kvboost.tiers.stack import Patience, TierStack
+from kvboost.tiers.stack import TierStack
 
 NUM_REMEMBERED = 4096  # evicted keys, for explanations
 
@@ -74,10 +75,7 @@ class ChunkStore:
 
         `in_order` says that a chunk is of no use unless all before it were found.
         """
-        in_memory = {key for key in keys if self.tiers.memory.holds(key)}
-        on_disk = {key for key in keys if key not in in_memory and self.tiers.has_at_hand(key)}
-        self.tiers.hint([key for key in keys if key in on_disk])
-        wanted = [key for key in keys if key not in in_memory | on_disk]
+        wanted = [key for key in keys if not self.tiers.has_at_hand(key)]
         for head in self.tiers.load(wanted, patience, in_order=in_order):
             self._learn(head)
 

@@ -6,7 +6,6 @@ machine has spare keeps them in its page cache, where they are found without rea
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import re
@@ -17,10 +16,9 @@ from pathlib import Path
 import torch
 
 from kvboost.errors import ConfigError
+from kvboost.madvise import DONTNEED, POPULATE_READ, WILLNEED, madvise
 from kvboost.weights.carrier import Brought, Carrier, Tensors
 
-# Of madvise(2); Python's `mmap` has no names for all of them and keeps the GIL meanwhile.
-WILLNEED, DONTNEED, POPULATE_READ = 3, 4, 22
 HUGE_PAGE = 1 << 21  # what a single access may map
 
 MAPPING = re.compile(
@@ -54,8 +52,6 @@ class MappedPages(Carrier):
         """
         if sys.platform != "linux":
             raise ConfigError("weights can be streamed from files on Linux only")
-        self._advise = ctypes.CDLL(None, use_errno=True).madvise
-        self._advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self._files = mapped_files()
         self._known: set[int] = set()  # where pieces begin that were read before
         self.is_cache_short = False  # the system's cache did not keep what we read
@@ -75,8 +71,8 @@ class MappedPages(Carrier):
             start, stop = _extent(tensor)
             num_read = bytes_from_disk()
             first = start // mmap.PAGESIZE * mmap.PAGESIZE
-            if self._advise(first, stop - first, POPULATE_READ) != 0:
-                self._advise(first, stop - first, WILLNEED)  # all that Linux before 5.14 can do
+            if madvise(first, stop - first, POPULATE_READ) != 0:
+                madvise(first, stop - first, WILLNEED)  # all that Linux before 5.14 can do
             if start in self._known and bytes_from_disk() - num_read > (stop - start) // 2:
                 self.is_cache_short = True
             self._known.add(start)
@@ -101,7 +97,7 @@ class MappedPages(Carrier):
             stop = stop // mmap.PAGESIZE * mmap.PAGESIZE
             if file is None or start >= stop:
                 continue
-            self._advise(start, stop - start, DONTNEED)
+            madvise(start, stop - start, DONTNEED)
             if self.is_cache_short:
                 _forget(file, start, stop)
 

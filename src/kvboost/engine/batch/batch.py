@@ -188,8 +188,6 @@ class Batch:
     def _join(self, member: Member) -> None:
         request, parts = member.request, member.parts
         member.joined_at = time.perf_counter()
-        if request.loading is not None and request.loading.exception() is not None:
-            log.error("loading failed, going on without", exc_info=request.loading.exception())
         member.note = why_not(request, parts.model, member.num_tokens)
         terms, note = terms_of(request, parts, is_refused=bool(member.note))
         member.terms, member.note = terms, member.note or note
@@ -201,7 +199,7 @@ class Batch:
         num_new = min(member.sampling.max_new_tokens, FIRST_NEW_ROWS)
         own = parts.pool.cache(num_own + num_new)
         rows = member.owner.rows = Rows(own, shared)
-        member.start(fill(decision, request.tokens, parts, terms, rows))
+        member.start(fill(decision, request.tokens, parts, terms, rows, request.brought))
         self._running.append(member)
         if member.names is not None:
             chunks, keys = member.names

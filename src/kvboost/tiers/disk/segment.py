@@ -6,17 +6,20 @@ import errno
 import mmap
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from weakref import WeakSet
 
+import numpy as np
+
 from kvboost.codecs.frame import allocate
 from kvboost.core import FrameKey
+from kvboost.madvise import POPULATE_READ, madvise
 
 BLOCK_BYTES = mmap.ALLOCATIONGRANULARITY  # frames start where they can be mapped
-POPULATE_READ = 22  # MADV_POPULATE_READ of Linux, which Python does not name
+SLICE_BYTES = 1 << 20  # brought in at once: whoever waits sees that a slow disk delivers
 _UNREADABLE = {errno.EFAULT, getattr(errno, "EHWPOISON", 133)}
 
 
@@ -73,11 +76,6 @@ class Segment:
         while data:
             data = data[self.file.write(data) :]
 
-    def hint(self, offset: int, num_bytes: int) -> None:
-        """Let the system read ahead, where it can."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.file.fileno(), offset, num_bytes, os.POSIX_FADV_WILLNEED)
-
 
 def _for_owner(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
@@ -90,17 +88,23 @@ def usual_size(paths: Sequence[Path]) -> int:
     return max(whole, key=lambda size: (sizes[size], size), default=0)
 
 
-def is_readable(view: memoryview) -> bool:
-    """Read all pages in; touching one that the disk cannot deliver would end the process."""
+def is_readable(view: memoryview, came: Callable[[int], None] = lambda _: None) -> bool:
+    """Bring all pages in, without the GIL; `came` is told how many bytes came.
+
+    Touching a page that the disk cannot deliver would end the process.
+    """
     if not isinstance(view.obj, mmap.mmap):
+        came(view.nbytes)
         return True
-    try:
-        view.obj.madvise(POPULATE_READ)
-    except OSError as error:
-        if error.errno in _UNREADABLE:
+    address = np.frombuffer(view, np.uint8).ctypes.data
+    for start in range(0, view.nbytes, SLICE_BYTES):
+        num_bytes = min(SLICE_BYTES, view.nbytes - start)
+        error = madvise(address + start, num_bytes, POPULATE_READ)
+        if error in _UNREADABLE:
             return False
-        if error.errno != errno.EINVAL:  # Linux before 5.14 cannot tell
-            raise
+        if error not in (0, errno.EINVAL):  # Linux before 5.14 cannot tell
+            raise OSError(error, os.strerror(error))
+        came(num_bytes)
     return True
 
 

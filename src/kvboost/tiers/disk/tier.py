@@ -96,13 +96,11 @@ class DiskTier(OwnTier):
             self._used.update(held)
             views = {key: self._view(place) for key, place in held.items()}
         # Bringing pages in takes time, in which others may write.
-        return {key: view if is_readable(view) else NOTHING for key, view in views.items()}
-
-    def hint(self, keys: Iterable[FrameKey]) -> None:
-        """Let the system read frames ahead."""
-        with self._lock, unavailable_on_error():
-            for place in [self._places[key] for key in keys if key in self._places]:
-                self._segments[place.segment].hint(place.offset, place.num_bytes)
+        with unavailable_on_error():
+            return {
+                key: view if is_readable(view, self._came) else NOTHING
+                for key, view in views.items()
+            }
 
     def put(self, frames: Mapping[FrameKey, memoryview]) -> list[FrameKey]:
         """Append frames; each is stored or among the returned keys."""
@@ -164,6 +162,9 @@ class DiskTier(OwnTier):
         with self._lock:
             self._close_files()
             os.close(self._lock_file)
+
+    def _came(self, num_bytes: int) -> None:
+        self.bytes_read += num_bytes
 
     def _close_files(self) -> None:
         for segment in self._segments.values():
