@@ -108,8 +108,8 @@ class GuardedTier:
         self._num_hits = self._num_misses = self._num_faults = 0
         self._num_batches = 0  # that were read
         self._frames_at_once = 1  # learned from the batches before
-        self._silent_since: float | None = None  # while a job is under way
-        self._delivered = (0, 0)  # at that moment
+        self._began_at: float | None = None  # the job that is under way
+        self._heard_at, self._delivered = 0.0, (0, 0)  # when it was last seen to have progressed
         self._condemned: set[FrameKey] = set()  # damaged; their discard is on its way
         self._pause_s = FIRST_PAUSE_S
         self._retry_at = 0.0
@@ -244,22 +244,21 @@ class GuardedTier:
                 self._revive()
 
     def _do(self, job: Callable[[], None]) -> None:
-        self._delivered, self._silent_since = self._progress(), time.monotonic()
+        self._delivered, self._began_at = self._progress(), time.monotonic()
         try:
             job()
         except Exception as error:
             self._fail(error)
-        self._silent_since = None
+        self._began_at = None
 
     def _silence_s(self) -> float:
         """For how long a job has been under way without bringing anything."""
-        since, now, delivered = self._silent_since, time.monotonic(), self._progress()
-        if since is None:
+        began_at, now, delivered = self._began_at, time.monotonic(), self._progress()
+        if began_at is None:
             return 0.0
-        if delivered == self._delivered:
-            return now - since
-        self._delivered, self._silent_since = delivered, now
-        return 0.0
+        if delivered != self._delivered:
+            self._delivered, self._heard_at = delivered, now
+        return now - max(began_at, self._heard_at)
 
     def _progress(self) -> tuple[int, int]:
         return self._num_batches, 0 if self._tier is None else self._tier.bytes_read
