@@ -66,7 +66,7 @@ def fuse_disk(root: Path, bytes_per_s: float = 0) -> Iterator[FuseDisk]:
         process.wait(20)
 
 
-def serve(source: str, mount: str, bytes_per_s: float) -> None:
+def serve(source: str, mount: str, bytes_per_s: float) -> None:  # noqa: C901
     from mfusepy import FUSE, Operations  # noqa: PLC0415
 
     class Slow(Operations):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -66,10 +66,10 @@ def test_a_slow_disk_is_waited_for_while_it_is_faster_than_the_model(tmp_path: P
 
 
 def test_what_a_slow_disk_delivered_in_time_is_used(tmp_path: Path) -> None:
-    with fuse_disk(tmp_path, bytes_per_s=20e6) as disk:
+    with fuse_disk(tmp_path, bytes_per_s=8e6) as disk:
         keys = fill(disk.folder / "kv")
-        with stack_on(disk.folder / "kv", deadline_s=0.5) as stack:
-            found = stack.get(keys, Patience(0.5, 0.5, least_bytes_per_s=80e6))
+        with stack_on(disk.folder / "kv", deadline_s=2.0) as stack:
+            found = stack.get(keys, Patience(2.0, 2.0, least_bytes_per_s=1e12))
             assert 0 < len(found) < NUM_FRAMES
             assert list(found) == keys[: len(found)]
             assert stack.stats()["disk"]["is_up"] and not stack.stats()["disk"]["faults"]
@@ -115,7 +115,9 @@ def seconds_of_others(engine: KVBoost, num_requests: int) -> list[float]:
     return seconds
 
 
-def test_requests_that_need_a_hung_disk_hold_up_no_others(tmp_path: Path) -> None:
+def test_requests_that_need_a_hung_disk_hold_up_no_others(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     def engine_on(disk: FuseDisk) -> KVBoost:
         model = build(*SUPPORTED["llama"])
         folder = str(disk.folder / "kv")
@@ -143,6 +145,6 @@ def test_requests_that_need_a_hung_disk_hold_up_no_others(tmp_path: Path) -> Non
             assert all(ticket.result(30).text for ticket in tickets)
             disk.go_on()
     ratio = statistics.quantiles(beside, n=20)[-1] / statistics.quantiles(usual, n=20)[-1]
-    print(f"p95 of other requests while the disk hangs: {ratio:.2f} of the usual")
+    record_property("p95 beside a hung disk, of the usual", round(ratio, 2))
     assert statistics.median(beside) < 2 * statistics.median(usual)
     assert max(beside) < 1.5  # of a deadline of 3 for which the engine's thread would wait
