@@ -6,16 +6,16 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from kvboost.codecs.frame import MAGIC, Head, read
+from kvboost.codecs.frame import MAGIC, Head, owner_of, read
 from kvboost.codecs.raw import RawCodec
-from kvboost.core import FrameKey, KVGeometry, PlaneGroup, PrefixKey, Rotation, Span
+from kvboost.core import FrameKey, KVGeometry, Owner, PlaneGroup, PrefixKey, Rotation, Span
 from kvboost.errors import TierUnavailable
 from kvboost.metrics import Metrics
 from kvboost.tiers.base import OwnTier, Tier, TierStats
@@ -93,6 +93,11 @@ class FaultyTier(Tier):
         self._stumble()
         for key in keys:
             self.frames.pop(key, None)
+
+    def erase(self, keys: Collection[FrameKey], owners: Collection[Owner]) -> None:
+        self.discard(keys)
+        whose = {k: owner_of(memoryview(f)) for k, f in self.frames.items() if f[:4] == MAGIC}
+        self.discard([key for key, owner in whose.items() if owner in owners])
 
     @property
     def num_chunks(self) -> int:

@@ -19,8 +19,11 @@ ContentKey = NewType("ContentKey", bytes)
 FrameKey: TypeAlias = PrefixKey | ContentKey
 """What a tier stores a chunk under: exact K/V by its history, approximate K/V by its content."""
 
+Owner = NewType("Owner", bytes)
+"""A tenant since its last deletion, under any model: the first half of a namespace."""
+
 Namespace = NewType("Namespace", bytes)
-"""Model, tenant and prefill shapes: keys of two namespaces never meet."""
+"""Owner, model and prefill shapes: keys of two namespaces never meet."""
 
 ReuseMode = Literal["off", "exact", "auto"]
 """Nothing; what is exact; also the same text at other places, within a quality budget."""

@@ -344,8 +344,8 @@ def test_all_adapters_of_a_tenant_are_forgotten_and_counted_together(engine: KVB
     assert len(engine.contents.chunks("t", 100)) == 12
     assert len(engine.contents.chunks("t", 5)) == 5
     assert engine.contents.pin(prompt, tenant="t", ttl_s=None) == 12
-    assert engine.contents.delete(prompt[:20], tenant="t") == 6
-    assert engine.contents.delete(None, tenant="t") == 6
+    assert engine.contents.delete(prompt[:20], tenant="t").num_deleted == 6
+    assert engine.contents.delete(None, tenant="t").num_deleted == 6
 
 
 def test_deterministic_prefill_has_adapters(folders: dict[str, str]) -> None:

@@ -33,10 +33,12 @@ def test_model_tenant_and_shapes_separate_keys() -> None:
         namespace(b"model", "tenant", 512),
         namespace(b"modelt", "enant", None),
         namespace(b"model", "tenant", None, "int8"),
+        namespace(b"model", "tenant", None, epoch=1),
+        namespace(b"model", "tenant1", None),
     }
-    assert len(spaces) == 6
-    assert len({derive(split([1] * 8, 8), space)[0].prefix for space in spaces}) == 6
-    assert len({content_key(b"text", space) for space in spaces}) == 6
+    assert len(spaces) == 8
+    assert len({derive(split([1] * 8, 8), space)[0].prefix for space in spaces}) == 8
+    assert len({content_key(b"text", space) for space in spaces}) == 8
 
 
 def test_keys_are_the_same_in_every_process() -> None:
@@ -55,4 +57,4 @@ def test_keys_are_the_same_in_every_process() -> None:
         for seed in ("1", "2")
     }
     # Pinned: a change of this value makes every stored key a miss and needs an ADR.
-    assert seen == {"4dd8428285c38d924ffca72e0e0d0c306c090a0a476ca4bc97973a9a3daadb10\n"}
+    assert seen == {"26745851ae7437cc7e3fc6a1270e5d75f5af05dba8b4f44ba513b707df6ae123\n"}

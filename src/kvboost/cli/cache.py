@@ -101,7 +101,8 @@ def _ls(options: argparse.Namespace) -> int:
 def _kind(head: Head) -> tuple[str, str, str]:
     from kvboost.codecs.base import CODEC_NAMES  # noqa: PLC0415
 
-    return head.entry.space[:6].hex(), head.geometry, CODEC_NAMES.get(head.codec, str(head.codec))
+    space = head.entry.space  # its halves are the tenant and the model
+    return (space[:3] + space[-3:]).hex(), head.geometry, CODEC_NAMES.get(head.codec, str(head.codec))
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from kvboost.core import (
     FrameKey,
     KVGeometry,
     Namespace,
+    Owner,
     PrefixKey,
     Provenance,
 )
@@ -40,7 +41,9 @@ MAX_HEAD_BYTES = 1 << 20  # no head of an honest frame comes near it
 _FIXED = struct.Struct("<4sHBBIIIIIIQ32s32s32sQQ")
 _ANCHOR = struct.Struct("<IQ")  # offset in the chunk, hash
 _SEAL_AT = _FIXED.size - 8
-OWNER_AT = _SEAL_AT - 8 - 32  # where the namespace stands
+HEAD_BYTES = _FIXED.size  # that every head begins with
+KEY_AT = _SEAL_AT - 8 - 3 * 32
+OWNER_AT, OWNER_BYTES = KEY_AT + 2 * 32, 16  # the first half of the namespace
 _PROVENANCES = (Provenance.EXACT, Provenance.APPROXIMATE)
 _NO_PARENT = bytes(32)
 
@@ -177,9 +180,15 @@ def decode(source: memoryview, head: Head, codec: Codec) -> KV:
     return codec.decode(payload, num_tokens)
 
 
-def space_of(frame: memoryview) -> Namespace:
+def owner_of(frame: memoryview) -> Owner:
     """Whose a frame is, without checking it."""
-    return Namespace(bytes(frame[OWNER_AT : OWNER_AT + 32]))
+    return Owner(bytes(frame[OWNER_AT : OWNER_AT + OWNER_BYTES]))
+
+
+def size_of(head: memoryview) -> int:
+    """Bytes of a frame by the beginning of its head, without checking it."""
+    _, _, _, _, head_bytes, *_, payload_bytes = _FIXED.unpack_from(head)[:11]
+    return int(head_bytes + payload_bytes)
 
 
 def allocate(num_bytes: int) -> memoryview:

@@ -11,14 +11,28 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvboost.build import Parts
-from kvboost.engine.prefill import Terms, look_up, pin, space_of
+from kvboost.core import TOKEN_BYTES, Chunk, FrameKey, ReusePlan, Span
+from kvboost.engine.prefill import Terms, bring, named_chunks, pin, space_of
 from kvboost.engine.worker import Worker
+from kvboost.reuse.lookup import find_moved
 
 if TYPE_CHECKING:
-    from kvboost.core import Entry, FrameKey
+    from kvboost.core import Entry
 
 SHOWN_TOKENS = 16  # of each chunk in a list
-AT_ONCE = 1000  # chunks that are deleted before requests have their turn again
+ERASING_S = 5.0  # that a deletion waits for tiers below memory
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """What was deleted: chunks that this process knew, and where some bytes are still to go.
+
+    Nothing of it is found any more. Tiers in `pending` could not be reached, or are not done yet;
+    they are tried again for as long as the engine lives.
+    """
+
+    num_deleted: int
+    pending: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,29 +67,40 @@ class Contents:
         ]
         return sum(map(self._worker.call, works))
 
-    def delete(self, tokens: list[int] | None, *, tenant: str) -> int:
-        """Forget the stored chunks of a text, or of the tenant; how many. Pinned ones too."""
-        if tokens is not None:
-            return self._worker.call(partial(self._forget_text, tokens, tenant))
-        num_all = len(self._parts.store.index)
-        keys = [entry.key for entry in self._entries(tenant, num_all)]
-        batches = [keys[start : start + AT_ONCE] for start in range(0, len(keys), AT_ONCE)]
-        return sum(self._worker.call(partial(self._forget, batch)) for batch in batches)
+    def delete(self, tokens: list[int] | None, *, tenant: str) -> Deletion:
+        """Forget the stored chunks of a text, or all that the tenant has, in every tier.
 
-    def _forget_text(self, tokens: list[int], tenant: str) -> int:
-        terms = Terms("exact", tenant)
-        found = [look_up(tokens, each, terms).matches for each in self._parts.variants]
-        return self._forget([match.key for matches in found for match in matches])
-
-    def _forget(self, keys: list[FrameKey]) -> int:
+        Pinned ones too. What the tenant had is not found any more from now on, by no process once
+        it has asked the shared tier. Other processes may have copies of a single text in memory.
+        """
         store = self._parts.store
-        store.tiers.memory.unpin(keys)
-        gone = [key for key in keys if store.tiers.discard(key)]
-        for key in gone:
-            store.index.remove(key)
-        return len(gone)
+        if tokens is None:
+            num_deleted = store.delete_all(tenant, store.tiers.patience())
+        else:
+            num_deleted = sum(self._delete_text(tokens, tenant, p) for p in self._parts.variants)
+        return Deletion(num_deleted, tuple(store.tiers.not_erased(ERASING_S)))
+
+    def _delete_text(self, tokens: list[int], tenant: str, parts: Parts) -> int:
+        bring(tokens, parts, Terms("auto", tenant)).clear()  # shared tiers may have more of it
+        index = parts.store.index
+        chunks, keys, space = named_chunks(tokens, parts, tenant)
+        wanted: set[FrameKey] = {key.prefix for key in keys}
+        for chunk, key in zip(chunks, keys, strict=True):
+            longer = index.extension(key.parent, chunk.tokens)
+            if longer is not None:
+                wanted.add(longer.key)
+        # The same text in the middle of other prompts; what is only in part of it stays.
+        moved = find_moved(ReusePlan(len(tokens) + 1), _with_one_more(chunks), index, space)
+        wanted |= {m.key for m in moved.matches if len(m.span) == m.num_tokens}
+        return parts.store.delete(wanted)
 
     def _entries(self, tenant: str, limit: int) -> Iterator[Entry]:
         """Those of a tenant under one adapter after the other, of each at most `limit`."""
         for parts in self._parts.variants:
             yield from parts.store.index.entries(space_of(tenant, parts), limit)
+
+
+def _with_one_more(chunks: list[Chunk]) -> list[Chunk]:
+    """The last token of a prompt is never looked up: a token more, so that the text is, whole."""
+    stop = chunks[-1].span.stop
+    return [*chunks, Chunk(Span(stop, stop + 1), bytes(TOKEN_BYTES))]

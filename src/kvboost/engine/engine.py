@@ -584,7 +584,7 @@ class KVBoost:
             >>> chunk["num_tokens"], chunk["kind"]
             (88, 'exact')
             >>> engine.contents.delete(None, tenant="")  # all of this tenant
-            1
+            Deletion(num_deleted=1, pending=())
         """
         return Contents(self._parts, self.tokenizer, self._worker)
 

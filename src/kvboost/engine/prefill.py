@@ -80,6 +80,7 @@ class Prefilled(Generic[S]):
     """A prompt whose K/V is in its rows, but for the positions `pending`."""
 
     slots: S
+    space: Namespace  # at its start
     plan: ReusePlan
     pending: Sequence[int]
     repaired: Sequence[int]
@@ -160,6 +161,7 @@ def fill(
     num_rows = len(tokens) - plan.num_reused + len(repaired)
     return Prefilled(
         slots=rows,
+        space=space,
         plan=plan,
         pending=pending,
         repaired=repaired,
@@ -186,6 +188,7 @@ def bring(tokens: Sequence[int], parts: Parts, terms: Terms) -> Frames:
     compute_s = parts.cost.predict(Work.of(len(tokens), len(tokens), 0))
     patience = store.tiers.patience(store.codec.size(len(tokens)), compute_s)
     if store.tiers.is_shared:
+        store.refresh(terms.tenant, patience)
         chunks, keys, space = named_chunks(tokens, parts, terms.tenant)
         store.bring_prefix(keys, patience)
         if terms.reuse == "auto":
@@ -257,9 +260,11 @@ def keep(
 
     K/V before the first moved row is exact. The live stretches after it are stored as approximate,
     up to the first moved row that is approximate itself: errors would add up with every move.
-    Moved rows are not stored a second time.
+    Moved rows are not stored a second time, and nothing is if the tenant's K/V was deleted since.
     """
     slots = prefilled.slots
+    if prefilled.space != space_of(tenant, parts):
+        return
     exact = tokens[: slots.exact_stop]
     if exact:
         chunks, keys, space = named_chunks(exact, parts, tenant)
@@ -302,5 +307,11 @@ def _split(tokens: Sequence[int], parts: Parts, first: int = 0) -> list[Chunk]:
 
 def space_of(tenant: str, parts: Parts) -> Namespace:
     """The namespace of what a tenant stores under the adapter of `parts`."""
-    codec = parts.store.codec.name
-    return namespace(parts.model.fingerprint, tenant, parts.piece_tokens, codec)
+    store = parts.store
+    return namespace(
+        parts.model.fingerprint,
+        tenant,
+        parts.piece_tokens,
+        store.codec.name,
+        store.epochs.of(tenant),
+    )

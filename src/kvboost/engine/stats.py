@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 from kvboost.build import Parts
-from kvboost.engine.prefill import space_of
 from kvboost.metrics import OTHER_TENANTS
+from kvboost.tiers.epochs import owner
 
 
 def cache_stats(parts: Parts) -> dict[str, Any]:
@@ -40,8 +40,8 @@ def _tenants(parts: Parts, size_bytes: int) -> dict[str, dict[str, int]]:
     memory = parts.store.tiers.memory
     rows = {}
     for tenant, counts in parts.metrics.tenants().items():
-        held = (memory.held_bytes(space_of(tenant, each)) for each in parts.variants)
-        rows[tenant] = {**_row(counts), "memory_bytes": sum(held)}
+        whose = owner(tenant, parts.store.epochs.of(tenant))
+        rows[tenant] = {**_row(counts), "memory_bytes": memory.held_bytes(whose)}
     if OTHER_TENANTS in rows:
         known_bytes = sum(row["memory_bytes"] for row in rows.values())
         rows[OTHER_TENANTS]["memory_bytes"] = max(0, size_bytes - known_bytes)

@@ -6,21 +6,23 @@ from collections.abc import Iterable
 from hashlib import sha256
 
 from kvboost.core import Chunk, ChunkKeys, ContentKey, Namespace, PrefixKey
+from kvboost.tiers.epochs import owner
 
 
 def namespace(
-    fingerprint: bytes, tenant: str, piece_tokens: int | None, codec: str = "raw"
+    fingerprint: bytes, tenant: str, piece_tokens: int | None, codec: str = "raw", epoch: int = 0
 ) -> Namespace:
-    """Everything that must agree before two prompts may share K/V.
+    """Everything that must agree before two prompts may share K/V; its first half is the owner.
 
     `piece_tokens` is the piece size of deterministic prefill (None: any shape): K/V computed in
     other shapes differs in its last bits. `codec` is how K/V is stored: what was rounded must not
-    pass for what was not.
+    pass for what was not. `epoch` counts the deletions of all that the tenant had.
     """
-    digest = sha256(b"kvboost/1")
-    for part in (fingerprint, tenant.encode(), str(piece_tokens).encode(), codec.encode()):
+    digest = sha256(b"kvboost/2")
+    for part in (fingerprint, str(piece_tokens).encode(), codec.encode()):
         digest.update(len(part).to_bytes(4, "little") + part)
-    return Namespace(digest.digest())
+    whose = owner(tenant, epoch)
+    return Namespace(whose + digest.digest()[: 32 - len(whose)])
 
 
 def derive(chunks: Iterable[Chunk], space: Namespace) -> list[ChunkKeys]:

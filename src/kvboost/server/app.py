@@ -192,8 +192,8 @@ class Endpoints:
         if not body.everything:
             tokens = await _on(self._preparing, partial(self._planner.stored, body))
         deleting = partial(self._engine.contents.delete, tokens)
-        num = await asyncio.to_thread(deleting, tenant=_tenant(body.tenant, request))
-        return JSONResponse({"num_deleted": num})
+        deletion = await asyncio.to_thread(deleting, tenant=_tenant(body.tenant, request))
+        return JSONResponse(dataclasses.asdict(deletion))
 
     def _card(self, name: str) -> dict[str, Any]:
         return {

@@ -231,9 +231,10 @@ class Pinned(Documented):
 
 
 class Deleted(Documented):
-    """How many chunks were deleted."""
+    """How many chunks were deleted, and the tiers in which some bytes are still to go."""
 
     num_deleted: int
+    pending: list[str]
 
 
 SUCCESSES: dict[str, Any] = {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvboost.codecs.frame import Head
-from kvboost.core import FrameKey
+from kvboost.core import FrameKey, Owner
+from kvboost.tiers.epochs import read_epoch, write_epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,20 @@ class Tier(ABC):
     def discard(self, keys: Iterable[FrameKey]) -> None:
         """Forget keys."""
 
+    def erase(self, keys: Collection[FrameKey], owners: Collection[Owner]) -> None:
+        """Leave no bytes of these keys here, nor of any frame of these owners.
+
+        What cannot be listed here stays until it is evicted: nobody has a key to it any more.
+        """
+        self.discard(keys)
+
+    def set_epoch(self, key: FrameKey, epoch: int) -> None:
+        """Keep the epoch of a tenant, for good, unless a later one is here."""
+        found = self.get([key]).get(key)
+        if found is None or read_epoch(found) < epoch:
+            self.discard([key])  # where a store keeps the first value of a key
+            self.put({key: write_epoch(key, epoch)})
+
     @abstractmethod
     def stats(self) -> TierStats:
         """Sizes now; does not raise and does not wait."""
@@ -66,3 +81,7 @@ class OwnTier(Tier):
     def heads(self) -> Iterable[Head]:
         """What the frames that are here say of themselves; damaged ones are left out."""
         return ()
+
+    def epochs(self) -> Mapping[FrameKey, int]:
+        """The epochs of tenants that were kept here."""
+        return {}

@@ -13,6 +13,7 @@ from typing import Protocol
 from kvboost.core import FrameKey
 from kvboost.metrics import Metrics
 from kvboost.tiers.base import Tier
+from kvboost.tiers.epochs import Erasure
 
 BATCH_BYTES, BATCH_KEYS = 16 << 20, 256  # that are written at once, at most
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0  # before a tier that failed is tried again
@@ -41,7 +42,10 @@ class _Job:
 
 
 class WriteBehind:
-    """Writes and discards in the order they were asked for. A fault drops them."""
+    """Writes, discards and erases in the order they were asked for.
+
+    A fault drops writes and discards. What is to be erased is tried again until it is.
+    """
 
     def __init__(
         self,
@@ -62,7 +66,8 @@ class WriteBehind:
         self._failed = failed
         self._done = done
         self._metrics = metrics
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[_Job | Erasure] = deque()
+        self._owed: list[Erasure] = []  # that could not be done yet
         self._changed = threading.Condition()
         self._is_busy = False
         self._is_closed = False
@@ -88,6 +93,19 @@ class WriteBehind:
         """Forget `key` below."""
         self._add(_Job(key, is_discard=True, is_chunk=False))
 
+    def erase(self, erasure: Erasure) -> None:
+        """Have something gone below for good, however long that takes."""
+        self._add(erasure)
+
+    def wait_until_erased(self, timeout_s: float) -> bool:
+        """Wait until nothing is left to erase; whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._is_owing, timeout_s)
+
+    @property
+    def _is_owing(self) -> bool:
+        return bool(self._owed) or any(isinstance(job, Erasure) for job in self._jobs)
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing is left to do; whether that is so."""
         with self._changed:
@@ -101,7 +119,7 @@ class WriteBehind:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _add(self, job: _Job) -> None:
+    def _add(self, job: _Job | Erasure) -> None:
         with self._changed:
             self._jobs.append(job)
             self._changed.notify_all()
@@ -111,11 +129,42 @@ class WriteBehind:
             with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._jobs or self._is_closed)
-                if not self._jobs:
-                    return
-                self._is_busy = True
-            self._next_batch()
+                pause_s = self._pause_s if self._owed else None
+                self._changed.wait_for(lambda: self._jobs or self._is_closed, pause_s)
+                is_over = self._is_closed and not self._jobs
+                self._is_busy = bool(self._jobs)
+                if self._jobs and isinstance(self._jobs[0], Erasure):
+                    self._owed.append(self._jobs[0])
+                    self._jobs.popleft()
+            self._erase()
+            if is_over:
+                return
+            if self._jobs and not isinstance(self._jobs[0], Erasure):
+                self._next_batch()
+
+    def _erase(self) -> None:
+        """Do what is owed, if the tier works."""
+        tier = self._tier()
+        while self._owed and tier is not None and time.monotonic() >= self._again_at:
+            erasure = self._owed[0]
+            try:
+                if erasure.epoch is not None:
+                    tier.set_epoch(*erasure.epoch)
+                tier.erase(erasure.keys, erasure.owners)
+            except Exception as error:
+                self._put_off(error)
+                return
+            with self._changed:
+                self._owed.remove(erasure)
+                self._changed.notify_all()
+
+    def _put_off(self, error: Exception) -> None:
+        """Leave a tier alone for a while that cannot be written."""
+        if self._pause_s == FIRST_PAUSE_S:
+            log.warning("cache tier %s cannot be written: %s", self._name, error)
+        self._again_at = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._failed(error)
 
     def _next_batch(self) -> None:
         """Do jobs of one kind, as many as make a good batch."""
@@ -136,12 +185,8 @@ class WriteBehind:
                 self._pause_s = FIRST_PAUSE_S
                 self._source.left(left)
         except Exception as error:
-            if self._pause_s == FIRST_PAUSE_S:
-                log.warning("cache tier %s cannot be written: %s", self._name, error)
             self.drop(len(chunks))
-            self._again_at = time.monotonic() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-            self._failed(error)
+            self._put_off(error)
         self._done(keys)
         if not is_discard:
             frames.clear()
@@ -152,9 +197,13 @@ class WriteBehind:
         """Whether to discard, the jobs, and the frames of those that are to be written."""
         frames: dict[FrameKey, memoryview] = {}
         jobs: list[_Job] = []
-        size_bytes, is_discard = 0, self._jobs[0].is_discard
-        while self._jobs and self._jobs[0].is_discard == is_discard:
-            job = self._jobs.popleft()
+        size_bytes, is_discard = 0, False
+        while self._jobs:
+            job = self._jobs[0]
+            if isinstance(job, Erasure) or (jobs and job.is_discard != is_discard):
+                break
+            is_discard = job.is_discard
+            self._jobs.popleft()
             jobs.append(job)
             frame = None if is_discard else self._source.take(job.key)
             if frame is not None:

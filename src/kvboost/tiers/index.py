@@ -8,13 +8,15 @@ from __future__ import annotations
 import threading
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable
-from itertools import islice
+from collections import Counter
+from collections.abc import Collection, Iterable
+from itertools import count, islice
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
+from kvboost.codecs.frame import OWNER_BYTES
 from kvboost.core import (
     TOKEN_BYTES,
     Anchor,
@@ -22,6 +24,7 @@ from kvboost.core import (
     Entry,
     FrameKey,
     Namespace,
+    Owner,
     PrefixKey,
     Provenance,
     StoreListener,
@@ -48,8 +51,10 @@ class ChunkIndex:
         self._rounds = array("H")
         self._is_exact = bytearray()
         self._free_rows: list[int] = []
-        self._known_spaces: list[Namespace] = []
+        self._known_spaces: dict[int, Namespace] = {}
         self._space_numbers: dict[Namespace, int] = {}
+        self._space_sizes: Counter[int] = Counter()  # entries, by number
+        self._new_numbers = count()
         self._rows = NumberTable()  # number of a key -> row
         # Number of a chunk -> row of the chunk after it. Where several follow: the place of their
         # list, sorted by tokens, so that the nearest to given tokens is next to where they'd go.
@@ -123,6 +128,7 @@ class ChunkIndex:
             self._rows.remove(_number(key))
             if self._parents[row]:
                 self._remove_child(self._parents[row], row)
+            self._leave_space(self._spaces[row])
             self._tokens[row] = None
             self._rounds[row] = (self._rounds[row] + 1) % 2**_ROUND_BITS
             self._free_rows.append(row)
@@ -143,8 +149,19 @@ class ChunkIndex:
         return any(self.sighting(anchor, space) is not None for anchor in hashes.tolist())
 
     def spaces(self) -> list[Namespace]:
-        """All namespaces that have stored something."""
-        return list(self._known_spaces)
+        """All namespaces of which something is stored."""
+        return list(self._space_numbers)
+
+    def owned_by(self, owners: Collection[Owner]) -> list[FrameKey]:
+        """The keys of all entries of some owners."""
+        with self._lock:
+            numbers = {n for s, n in self._space_numbers.items() if s[:OWNER_BYTES] in owners}
+            rows = enumerate(self._tokens)
+            return [
+                self._key(row)
+                for row, said in rows
+                if said is not None and self._spaces[row] in numbers
+            ]
 
     def entries(self, space: Namespace, limit: int) -> list[Entry]:
         """Some of the entries of a namespace, at most `limit`."""
@@ -228,14 +245,22 @@ class ChunkIndex:
         self._parents[row] = 0 if entry.parent is None else _number(entry.parent)
         self._homes[row] = entry.home
         self._spaces[row] = self._space_number(entry.space)
+        self._space_sizes[self._spaces[row]] += 1
         self._is_exact[row] = entry.provenance is Provenance.EXACT
         return row
 
     def _space_number(self, space: Namespace) -> int:
         if space not in self._space_numbers:
-            self._space_numbers[space] = len(self._known_spaces)
-            self._known_spaces.append(space)
+            number = next(self._new_numbers)
+            self._space_numbers[space], self._known_spaces[number] = number, space
         return self._space_numbers[space]
+
+    def _leave_space(self, number: int) -> None:
+        """Forget a namespace with its last entry."""
+        self._space_sizes[number] -= 1
+        if not self._space_sizes[number]:
+            del self._space_sizes[number]
+            del self._space_numbers[self._known_spaces.pop(number)]
 
     def _children_of(self, parent: int) -> array[int]:
         value = self._children.get(parent)

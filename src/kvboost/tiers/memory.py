@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvboost.codecs.frame import space_of
-from kvboost.core import FrameKey, Namespace
+from kvboost.codecs.frame import owner_of
+from kvboost.core import FrameKey, Owner
 from kvboost.tiers.base import OwnTier, TierStats
 from kvboost.tiers.eviction import ReuseDensity
 
@@ -31,7 +31,7 @@ class MemoryTier(OwnTier):
         quota_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`quota_bytes` is what one namespace may hold of the budget."""
+        """`quota_bytes` is what one tenant may hold of the budget."""
         self._budget_bytes = budget_bytes
         self._max_entries = math.inf if max_entries is None else max_entries
         self._quota_bytes = budget_bytes if quota_bytes is None else quota_bytes
@@ -39,7 +39,7 @@ class MemoryTier(OwnTier):
         self._lock = threading.Lock()
         self._frames: dict[FrameKey, memoryview] = {}
         self._size_bytes = 0
-        self._held_bytes: Counter[Namespace] = Counter()
+        self._held_bytes: Counter[Owner] = Counter()
         self._eviction = ReuseDensity(budget_bytes)
         self._pinned_until: dict[FrameKey, float] = {}
         self._holds: dict[FrameKey, _Hold] = {}
@@ -132,9 +132,9 @@ class MemoryTier(OwnTier):
         with self._lock:
             return TierStats(len(self._frames), self._size_bytes, self._budget_bytes)
 
-    def held_bytes(self, space: Namespace) -> int:
-        """What one namespace holds of the budget."""
-        return self._held_bytes.get(space, 0)
+    def held_bytes(self, owner: Owner) -> int:
+        """What one tenant holds of the budget."""
+        return self._held_bytes.get(owner, 0)
 
     @property
     def num_pinned(self) -> int:
@@ -150,11 +150,11 @@ class MemoryTier(OwnTier):
             return [key]
         self._frames[key] = frame
         self._size_bytes += frame.nbytes
-        self._held_bytes[space_of(frame)] += frame.nbytes
+        self._held_bytes[owner_of(frame)] += frame.nbytes
         if pinned_until is not None:
             self._pinned_until[key] = pinned_until
         self._eviction.add({key: frame.nbytes})
-        victims = self._victims(space_of(frame), spared=key if is_wanted else None)
+        victims = self._victims(owner_of(frame), spared=key if is_wanted else None)
         if victims is None or key in victims:
             victims = [key]
         for victim in victims:
@@ -165,7 +165,7 @@ class MemoryTier(OwnTier):
         frame = self._frames.pop(key, None)
         if frame is not None:
             self._size_bytes -= frame.nbytes
-            owner = space_of(frame)
+            owner = owner_of(frame)
             self._held_bytes[owner] -= frame.nbytes
             if not self._held_bytes[owner]:
                 del self._held_bytes[owner]
@@ -175,7 +175,7 @@ class MemoryTier(OwnTier):
     def _is_pinned(self, key: FrameKey, now: float) -> bool:
         return self._pinned_until.get(key, -math.inf) > now
 
-    def _victims(self, owner: Namespace, spared: FrameKey | None) -> list[FrameKey] | None:
+    def _victims(self, owner: Owner, spared: FrameKey | None) -> list[FrameKey] | None:
         """Which keys must leave so that all limits hold again; None if that is not enough."""
         now = self._clock()
         own_excess = self._held_bytes[owner] - self._quota_bytes
@@ -186,7 +186,7 @@ class MemoryTier(OwnTier):
             if own_excess <= 0 and excess <= 0 and excess_entries <= 0:
                 break
             frame = self._frames[key]
-            is_own = space_of(frame) == owner
+            is_own = owner_of(frame) == owner
             is_kept = key == spared or key in self._holds or self._is_pinned(key, now)
             # Who is over quota makes room from what is his own.
             if is_kept or (own_excess > 0 and not is_own):

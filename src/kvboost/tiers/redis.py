@@ -6,12 +6,14 @@ the client would copy every frame twice before it is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvboost.core import FrameKey
+from kvboost.codecs.frame import OWNER_AT, OWNER_BYTES
+from kvboost.core import FrameKey, Owner, PrefixKey
 from kvboost.errors import ConfigError, TierUnavailable, missing_extra
 from kvboost.tiers.address import seconds, shown, take_options
 from kvboost.tiers.base import Tier, TierStats
@@ -113,6 +115,27 @@ class RedisTier(Tier):
             with self._connection() as connection:
                 connection.send_packed_command(_wire([(b"UNLINK", *some)]))
                 connection.read_response()
+
+    def erase(self, keys: Collection[FrameKey], owners: Collection[Owner]) -> None:
+        """Look at the owner of every frame that the server has."""
+        self.discard(keys)
+        if not owners:
+            return
+        pattern = re.sub(rb"([*?\[\]\\^-])", rb"\\\1", self._prefix) + b"*"
+        cursor = b"0"
+        while True:
+            with self._connection() as connection:
+                scan = (b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % _KEYS_PER_UNLINK)
+                connection.send_packed_command(_wire([scan]))
+                cursor, names = connection.read_response()
+                first, last = b"%d" % OWNER_AT, b"%d" % (OWNER_AT + OWNER_BYTES - 1)
+                asked = [(b"GETRANGE", name, first, last) for name in names]
+                connection.send_packed_command(_wire(asked))
+                whose = [self._value(connection) for _ in names]
+            gone = [name for name, each in zip(names, whose, strict=True) if each in owners]
+            self.discard(PrefixKey(name[len(self._prefix) :]) for name in gone)
+            if cursor == b"0":
+                return
 
     def stats(self) -> TierStats:
         """Nothing is known here of what others have stored."""

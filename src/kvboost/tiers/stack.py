@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,6 +14,7 @@ from kvboost.codecs.frame import Head, allocate, check, read
 from kvboost.core import FrameKey
 from kvboost.metrics import Metrics
 from kvboost.tiers.base import Tier
+from kvboost.tiers.epochs import Erasure
 from kvboost.tiers.guarded import Check, GuardedTier, Patience
 
 if TYPE_CHECKING:
@@ -74,6 +76,11 @@ class TierStack:
     def is_shared(self) -> bool:
         """Whether there may be more below memory than this process knows of."""
         return any(not guarded.is_own for guarded in self._below)
+
+    @property
+    def is_shared_up(self) -> bool:
+        """Whether a shared tier works now."""
+        return self._shared() is not None
 
     def patience(self, num_bytes: int = 0, compute_s: float | None = None) -> Patience:
         """That of a request which starts now.
@@ -189,6 +196,25 @@ class TierStack:
         for guarded in self._below:
             guarded.behind.discard(key)
         return True
+
+    def erase(self, erasure: Erasure) -> None:
+        """Have frames gone from all tiers for good; those below are done later, and surely."""
+        with self._lock:
+            self._mapped = {k: v for k, v in self._mapped.items() if k not in erasure.keys}
+        self.raise_mapped()  # nothing can be erased from files that are mapped
+        self.memory.unpin(erasure.keys)
+        self.memory.discard(erasure.keys)
+        for guarded in self._below:
+            guarded.behind.erase(erasure)
+
+    def not_erased(self, timeout_s: float) -> list[str]:
+        """The tiers that still have something to erase after so long."""
+        until = time.monotonic() + timeout_s
+        return [
+            guarded.name
+            for guarded in self._below
+            if not guarded.behind.wait_until_erased(max(0.0, until - time.monotonic()))
+        ]
 
     def holds(self, key: FrameKey) -> bool:
         """Whether `key` is known to be in a tier, though perhaps not to be had now."""

@@ -16,6 +16,15 @@ from kvboost.core import Anchor, ChunkKeys, Entry, FrameKey, Namespace
 from kvboost.metrics import Metrics
 from kvboost.tiers import anchors
 from kvboost.tiers.base import OwnTier, Tier
+from kvboost.tiers.epochs import (
+    Epochs,
+    Erasure,
+    check_epoch,
+    epoch_key,
+    past_owners,
+    read_epoch,
+    write_epoch,
+)
 from kvboost.tiers.guarded import Patience
 from kvboost.tiers.index import ChunkIndex
 from kvboost.tiers.notes import after, check_note, read_note, where, write_note
@@ -35,6 +44,7 @@ class ChunkStore:
     # Held by whoever makes a frame, so that one at a time is beyond memory's budget.
     writing: threading.Lock = field(default_factory=threading.Lock)
     _learning: threading.Lock = field(default_factory=threading.Lock)
+    epochs: Epochs = field(default_factory=Epochs)
     _evicted: OrderedDict[FrameKey, None] = field(default_factory=OrderedDict)
 
     def has(self, key: FrameKey) -> bool:
@@ -62,9 +72,44 @@ class ChunkStore:
             if not self.tiers.holds(key):
                 self.index.remove(key)
 
+    def refresh(self, tenant: str, patience: Patience) -> None:
+        """Learn whether another process has deleted what the tenant had."""
+        key, known = epoch_key(tenant), self.epochs.of(tenant)
+        found = self.tiers.get_notes([key], check_epoch, patience)
+        epoch = read_epoch(found[key]) if key in found else 0
+        if epoch > known:
+            self._begin_epoch(tenant, epoch)
+        elif epoch < known and self.tiers.is_shared_up:  # the server has lost it
+            self.tiers.put_notes({key: write_epoch(key, known)})
+
+    def delete_all(self, tenant: str, patience: Patience) -> int:
+        """Forget everything of a tenant, in every tier and process; how many chunks were known."""
+        self.refresh(tenant, patience)
+        return self._begin_epoch(tenant, self.epochs.of(tenant) + 1)
+
+    def delete(self, keys: Iterable[FrameKey]) -> int:
+        """Forget chunks in every tier, known or not; how many were known."""
+        wanted = frozenset(keys)
+        known = [key for key in wanted if self.index.get(key) is not None]
+        self.tiers.erase(Erasure(wanted))
+        for key in known:
+            self.index.remove(key)
+        return len(known)
+
+    def _begin_epoch(self, tenant: str, epoch: int) -> int:
+        key, owners = epoch_key(tenant), past_owners(tenant, epoch)
+        self.epochs.learn(key, epoch)
+        keys = self.index.owned_by(owners)
+        self.tiers.erase(Erasure(frozenset(keys), frozenset(owners), (key, epoch)))
+        for each in keys:
+            self.index.remove(each)
+        return len(keys)
+
     def adopt(self, tier: Tier) -> None:
         """Make findable what a tier has kept from earlier processes."""
         if isinstance(tier, OwnTier):
+            for key, epoch in tier.epochs().items():
+                self.epochs.learn(key, epoch)
             for head in tier.heads():
                 self.index.add(head.entry, head.anchors)
 

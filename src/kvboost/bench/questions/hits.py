@@ -15,7 +15,7 @@ from kvboost.bench.questions.subjects import Row, Subject
 from kvboost.codecs.raw import RawCodec
 from kvboost.config import make_options
 from kvboost.core import KVGeometry, MatchKind, PlaneGroup, ReusePlan, Span
-from kvboost.engine.prefill import Terms, keep, look_up
+from kvboost.engine.prefill import Terms, keep, look_up, space_of
 from kvboost.metrics import Metrics
 from kvboost.tiers.index import ChunkIndex
 from kvboost.tiers.memory import MemoryTier
@@ -152,8 +152,9 @@ def _ask(tokens: list[int], store: ChunkStore) -> ReusePlan:
 
 def _keep(tokens: list[int], plan: ReusePlan, store: ChunkStore) -> None:
     exact_stop = min((span.start for span in plan.moved), default=len(tokens))
-    prefilled: Any = SimpleNamespace(slots=BlankSlots(len(tokens), exact_stop), plan=plan)
-    keep(prefilled, tokens, _parts(store), tenant="")
+    parts, slots = _parts(store), BlankSlots(len(tokens), exact_stop)
+    prefilled: Any = SimpleNamespace(slots=slots, space=space_of("", parts), plan=plan)
+    keep(prefilled, tokens, parts, tenant="")
 
 
 def _parts(store: ChunkStore) -> Any:

@@ -10,13 +10,14 @@ import numpy.typing as npt
 
 from kvboost.config import Options
 from kvboost.connectors.vllm.messages import Change, Facts
-from kvboost.core import Chunk, Namespace, ReuseMode, ReusePlan
+from kvboost.core import Chunk, FrameKey, Namespace, ReuseMode, ReusePlan
 from kvboost.policy.cost import MOVED_GAIN, CostModel, Work
 from kvboost.policy.guard import QualityGuard
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
 from kvboost.reuse.lookup import LEAST_TOKENS, find, find_moved
 from kvboost.reuse.repair.base import Repair
+from kvboost.tiers.epochs import Epochs
 from kvboost.tiers.index import ChunkIndex
 
 EVERYBODY = ""
@@ -43,6 +44,7 @@ class Choice:
         self._chunk_size, self._repairs = options.chunk_size, repairs
         self.facts = Facts(b"", "no worker has said what it can", "", must_bring=False, changes=())
         self._index = ChunkIndex()
+        self.epochs = Epochs()
         self.cost = CostModel()
         self.guard = QualityGuard(options.quality_budget, tuple(repairs), options.audit_ratio)
         self._measured: tuple[Work, float] | None = None  # and when it began
@@ -51,10 +53,12 @@ class Choice:
     def learn(self, facts: Facts) -> None:
         """Take what the workers found out when they started."""
         self.facts = facts
-        self.note(facts.changes)
+        self.note(facts.changes, facts.epochs)
 
-    def note(self, changes: Iterable[Change]) -> None:
-        """Follow the index of the workers."""
+    def note(self, changes: Iterable[Change], epochs: Mapping[FrameKey, int]) -> None:
+        """Follow the index of the workers, and the epochs that they know."""
+        for key, epoch in epochs.items():
+            self.epochs.learn(key, epoch)
         for change in changes:
             if change.entry is None:
                 self._index.remove(change.key)
@@ -110,7 +114,7 @@ class Choice:
     def _exact(
         self, tokens: Sequence[int], tenant: str
     ) -> tuple[ReusePlan, list[Chunk], Namespace]:
-        space = namespace(self.facts.fingerprint, tenant, None)
+        space = namespace(self.facts.fingerprint, tenant, None, epoch=self.epochs.of(tenant))
         chunks = split(tokens, self._chunk_size)
         return find(chunks, derive(chunks, space), self._index), chunks, space
 

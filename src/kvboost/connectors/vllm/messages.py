@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvboost.core import Anchor, Entry, FrameKey, ReuseMode, ReusePlan
@@ -17,6 +17,7 @@ class Facts:
     move_refusal: str  # why moved text cannot be reused
     must_bring: bool  # tiers below memory may hold what only asking them tells
     changes: tuple[Change, ...]  # what its tiers have kept from earlier processes
+    epochs: Mapping[FrameKey, int] = field(default_factory=dict)  # of tenants, as far as it knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class Report:
 
     changes: list[Change] = field(default_factory=list)
     brought: list[str] = field(default_factory=list)
+    epochs: Mapping[FrameKey, int] = field(default_factory=dict)  # of tenants, since it has asked
     failed: list[str] = field(default_factory=list)  # requests whose loads did, in part or whole
     repairs_s: dict[str, float] = field(default_factory=dict)  # seconds that moved loads took
     verdicts: list[Verdict] = field(default_factory=list)

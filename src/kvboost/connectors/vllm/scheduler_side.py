@@ -220,7 +220,7 @@ class SchedulerSide:
         self._choice.end_step()
         if report is None:
             return
-        self._choice.note(report.changes)
+        self._choice.note(report.changes, report.epochs)
         for request_id in report.brought:
             if request_id in self._known:
                 self._known[request_id].waits = False

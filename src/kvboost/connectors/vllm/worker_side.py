@@ -148,6 +148,7 @@ class WorkerSide:
             move_refusal=move_refusal,
             must_bring=self._store.tiers.is_shared,
             changes=tuple(self._index.take_changes()),
+            epochs=self._store.epochs.all(),
         )
 
     def begin_step(self, work: StepWork) -> None:
@@ -201,6 +202,8 @@ class WorkerSide:
         with self._done:
             report, self._report = self._report, Report()
         report.changes = self._index.take_changes()
+        if report.brought:
+            report.epochs = self._store.epochs.all()
         return None if report == Report() or not self._is_first else report
 
     def close(self) -> None:
@@ -232,10 +235,11 @@ class WorkerSide:
 
     def _bring(self, bring: Bring) -> None:
         try:
+            patience = self._store.tiers.patience()
+            self._store.refresh(bring.tenant, patience)
             space = self._space(bring.tenant)
             chunks = split(bring.tokens, self._options.chunk_size)
             keys = derive(chunks, space)
-            patience = self._store.tiers.patience()
             self._store.bring_prefix(keys, patience)
             if bring.reuse == "auto":
                 known = find(chunks, keys, self._index).num_reused
@@ -386,7 +390,8 @@ class WorkerSide:
         return found.after(load.start).before(load.stop)
 
     def _space(self, tenant: str) -> Namespace:
-        return namespace(self._model.fingerprint, tenant, None)
+        epoch = self._store.epochs.of(tenant)
+        return namespace(self._model.fingerprint, tenant, None, epoch=epoch)
 
 
 def _positions(spans: Iterable[Span], start: int, stop: int) -> Iterator[int]:

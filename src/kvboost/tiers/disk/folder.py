@@ -10,7 +10,7 @@ from pathlib import Path
 from kvboost.codecs.frame import MAX_HEAD_BYTES, FrameError, Head, read
 from kvboost.core import FrameKey
 from kvboost.errors import ConfigError, TierUnavailable
-from kvboost.tiers.disk.log import Drop, Free, Place, Put, replay
+from kvboost.tiers.disk.log import Drop, Epoch, Free, Place, Put, replay
 
 try:
     import fcntl
@@ -31,6 +31,8 @@ def heads(folder: Path) -> Iterator[Head]:
                 places[key] = place
             case Drop(key):
                 places.pop(key, None)
+            case Epoch():
+                pass
             case Free(number):
                 places = {key: place for key, place in places.items() if place.segment != number}
     for key, place in places.items():

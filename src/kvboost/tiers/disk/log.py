@@ -19,7 +19,7 @@ from kvboost.core import FrameKey, PrefixKey
 
 _BODY = struct.Struct("<II Q Q 32s")  # kind, segment, offset, bytes, key
 _RECORD_BYTES = _BODY.size + 8  # and a checksum
-_PUT, _DROP, _FREE = 1, 2, 3
+_PUT, _DROP, _FREE, _EPOCH = 1, 2, 3, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,15 @@ class Free:
     segment: int
 
 
-Change: TypeAlias = Put | Drop | Free
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """A tenant had everything deleted."""
+
+    key: FrameKey
+    number: int
+
+
+Change: TypeAlias = Put | Drop | Free | Epoch
 
 
 class IndexLog:
@@ -72,13 +80,14 @@ class IndexLog:
         _write_all(self._file, bytes(_RECORD_BYTES - torn if torn else 0) + records)
         self.num_records += len(records) // _RECORD_BYTES
 
-    def rewrite(self, places: Mapping[FrameKey, Place]) -> None:
+    def rewrite(self, places: Mapping[FrameKey, Place], epochs: Mapping[FrameKey, int]) -> None:
         """Replace the log by the shortest one that says the same, at once or not at all."""
         fresh = self._path.with_suffix(".new")
         with suppress(FileNotFoundError):
             fresh.unlink()
         log = IndexLog(fresh)
         try:
+            log.append(Epoch(key, number) for key, number in epochs.items())
             log.append(Put(key, place) for key, place in places.items())
             os.fsync(log._file)
             fresh.replace(self._path)
@@ -118,6 +127,8 @@ def _encode(change: Change) -> bytes:
             body = _BODY.pack(_DROP, 0, 0, 0, key)
         case Free(segment):
             body = _BODY.pack(_FREE, segment, 0, 0, bytes(32))
+        case Epoch(key, number):
+            body = _BODY.pack(_EPOCH, 0, number, 0, key)
     return body + xxh3_64_intdigest(body).to_bytes(8, "little")
 
 
@@ -128,6 +139,8 @@ def _decode(record: bytes) -> Change | None:
     kind, segment, offset, num_bytes, key = _BODY.unpack(body)
     if kind == _PUT:
         return Put(PrefixKey(key), Place(segment, offset, num_bytes))
+    if kind == _EPOCH:
+        return Epoch(PrefixKey(key), offset)
     return Drop(PrefixKey(key)) if kind == _DROP else Free(segment)
 
 

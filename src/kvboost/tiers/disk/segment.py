@@ -6,7 +6,7 @@ import errno
 import mmap
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -14,11 +14,12 @@ from weakref import WeakSet
 
 import numpy as np
 
-from kvboost.codecs.frame import allocate
-from kvboost.core import FrameKey
+from kvboost.codecs.frame import HEAD_BYTES, KEY_AT, MAGIC, allocate, owner_of, size_of
+from kvboost.core import FrameKey, Owner, PrefixKey
 from kvboost.madvise import POPULATE_READ, madvise
 
 BLOCK_BYTES = mmap.ALLOCATIONGRANULARITY  # frames start where they can be mapped
+SCAN_BYTES = 4 << 20
 SLICE_BYTES = 1 << 20  # brought in at once: whoever waits sees that a slow disk delivers
 _UNREADABLE = {errno.EFAULT, getattr(errno, "EHWPOISON", 133)}
 
@@ -75,6 +76,24 @@ class Segment:
         self.file.seek(offset)
         while data:
             data = data[self.file.write(data) :]
+
+    def wipe(self, keys: Collection[FrameKey], owners: Collection[Owner]) -> list[FrameKey]:
+        """Overwrite the frames of some keys and owners with zeros; the keys of these."""
+        gone: list[FrameKey] = []
+        file = self.file.fileno()
+        for start in range(0, self.size_bytes, SCAN_BYTES):
+            piece = os.pread(file, SCAN_BYTES, start)
+            for at in range(0, len(piece) - HEAD_BYTES, BLOCK_BYTES):
+                if not piece.startswith(MAGIC, at):
+                    continue
+                head = memoryview(piece)[at : at + HEAD_BYTES]
+                key = PrefixKey(bytes(head[KEY_AT : KEY_AT + 32]))
+                if key in keys or owner_of(head) in owners:
+                    stop = min(start + at + size_of(head), self.size_bytes)
+                    for offset in range(start + at, stop, SLICE_BYTES):
+                        os.pwrite(file, bytes(min(SLICE_BYTES, stop - offset)), offset)
+                    gone.append(key)
+        return gone
 
 
 def _for_owner(path: str, flags: int) -> int:

@@ -6,13 +6,13 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from io import FileIO
 from pathlib import Path
 
 from kvboost.codecs.frame import MAX_HEAD_BYTES, FrameError, Head, check, read
-from kvboost.core import FrameKey
+from kvboost.core import FrameKey, Owner
 from kvboost.errors import TierUnavailable
 from kvboost.tiers.base import OwnTier, TierStats
 from kvboost.tiers.disk.folder import (
@@ -22,7 +22,7 @@ from kvboost.tiers.disk.folder import (
     take_lock,
     unavailable_on_error,
 )
-from kvboost.tiers.disk.log import Drop, Free, IndexLog, Place, Put, replay
+from kvboost.tiers.disk.log import Change, Drop, Epoch, Free, IndexLog, Place, Put, replay
 from kvboost.tiers.disk.segment import (
     BLOCK_BYTES,
     Segment,
@@ -76,6 +76,7 @@ class DiskTier(OwnTier):
         self._has_refused = False
         self.num_unreadable = 0  # records of the index, or frames that they lead to
         self._left: list[FrameKey] = []  # to make room, and nobody was told yet
+        self._epochs: dict[FrameKey, int] = {}
         with unavailable_on_error():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock_file = take_lock(folder)
@@ -124,6 +125,36 @@ class DiskTier(OwnTier):
                 self._forget(key)
             self._log.append(map(Drop, held))
 
+    def erase(self, keys: Collection[FrameKey], owners: Collection[Owner]) -> None:
+        """Forget frames and overwrite their bytes, also those of copies that were dropped before.
+
+        Raises:
+            TierUnavailable: somebody reads from a file right now.
+        """
+        self.discard(keys)
+        for number in list(self._segments):
+            with self._lock, unavailable_on_error():
+                segment = self._segments.get(number)
+                if segment is None:
+                    continue
+                if segment.readers:
+                    raise TierUnavailable(f"{self._folder}: a segment is being read")
+                gone = segment.wipe(keys, owners)
+                held = [key for key in gone if key in segment.keys]
+                for key in held:
+                    self._forget(key)
+                self._log.append(map(Drop, held))
+
+    def set_epoch(self, key: FrameKey, epoch: int) -> None:
+        """Keep the epoch of a tenant in the log."""
+        with self._lock, unavailable_on_error():
+            self._epochs[key] = max(epoch, self._epochs.get(key, 0))
+            self._log.append([Epoch(key, self._epochs[key])])
+
+    def epochs(self) -> Mapping[FrameKey, int]:
+        """The epochs in the log."""
+        return self._epochs
+
     def holds(self, key: FrameKey) -> bool:
         """Whether `key` is here, without reading it."""
         return key in self._places
@@ -149,7 +180,7 @@ class DiskTier(OwnTier):
             for number in empty:
                 self._segments.pop(number).file.close()
                 segment_path(self._folder, number).unlink()
-            self._log.rewrite(self._places)
+            self._log.rewrite(self._places, self._epochs)
             return freed
 
     def stats(self) -> TierStats:
@@ -189,7 +220,7 @@ class DiskTier(OwnTier):
                 log.warning("%s is removed: the budget has no room for its size", path)
                 path.unlink()
 
-    def _replay(self, change: Put | Drop | Free | None) -> None:
+    def _replay(self, change: Change | None) -> None:
         match change:
             case None:
                 self.num_unreadable += 1
@@ -203,6 +234,8 @@ class DiskTier(OwnTier):
                 self._set(key, place)
             case Drop(key):
                 self._forget(key)
+            case Epoch(key, epoch):
+                self._epochs[key] = epoch
             case Free(number):
                 if number in self._segments:
                     self._vacate(number)
@@ -355,6 +388,6 @@ class DiskTier(OwnTier):
         return None
 
     def _shorten_log(self) -> None:
-        if self._log.num_records > 2 * len(self._places) + 256:
+        if self._log.num_records > 2 * (len(self._places) + len(self._epochs)) + 256:
             with suppress(OSError):  # then it stays long for now
-                self._log.rewrite(self._places)
+                self._log.rewrite(self._places, self._epochs)
