@@ -232,6 +232,23 @@ def test_tenants_and_models_do_not_meet(engine: KVBoost) -> None:
     assert KVBoost(other, WordTokenizer())._parts.model.fingerprint not in prints
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_equal_bits_are_promised_only_where_the_same_computes(
+    tmp_path: Path, deterministic: bool
+) -> None:
+    """Another number of threads stands for all that changes the last bits."""
+    options = {"deterministic": deterministic, "piece_tokens": 32, "disk_cache_dir": str(tmp_path)}
+    before, cached = torch.get_num_threads(), []
+    try:
+        for num_threads in (1, 2, 2):
+            torch.set_num_threads(num_threads)
+            with engine_of(**options) as engine:
+                cached.append(engine.generate(words(80), 2).cached_tokens)
+    finally:
+        torch.set_num_threads(before)
+    assert cached == ([0, 0, 64] if deterministic else [0, 79, 79])
+
+
 def test_verify_is_true_only_if_reuse_was_right(engine: KVBoost) -> None:
     report = engine.verify_correctness([words(60), words(80, seed=1)], max_new_tokens=8)
     assert report and "2 of 2 answers the same" in str(report)

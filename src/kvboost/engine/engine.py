@@ -89,7 +89,11 @@ class KVBoost:
         self._worker = Worker()
         try:
             host = partial(
-                HFModel, model, strict=self._options.strict, prepacked=self._options.prepack_weights
+                HFModel,
+                model,
+                strict=self._options.strict,
+                prepacked=self._options.prepack_weights,
+                bitwise=self._options.deterministic,
             )
             hosted = self._worker.call(host)
         except KVBoostError:

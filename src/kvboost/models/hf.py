@@ -17,6 +17,7 @@ from kvboost.errors import UnsupportedModel
 from kvboost.models import certify, install
 from kvboost.models.adapters import Adapter, Adapters, num_embeddings, unwrapped
 from kvboost.models.fingerprint import fingerprint
+from kvboost.models.numerics import numerics
 from kvboost.models.packed import Segment, keep_logits, run_packed
 from kvboost.models.prepack import prepack
 from kvboost.models.slots import Behind, RowCache, SlotCache
@@ -46,11 +47,17 @@ class HFModel:
     """Owns how a model is run. Not thread-safe: one forward at a time."""
 
     def __init__(
-        self, model: PreTrainedModel, *, strict: bool = True, prepacked: bool = False
+        self,
+        model: PreTrainedModel,
+        *,
+        strict: bool = True,
+        prepacked: bool = False,
+        bitwise: bool = False,
     ) -> None:
         """Certify `model`, as it came, and switch it to our attention functions.
 
         `prepacked` gives its linear layers a second copy of their weights that is faster.
+        `bitwise` gives it another fingerprint wherever its K/V may differ in the last bits.
 
         Raises:
             UnsupportedModel: with the reason, if `strict`; else `refusal` holds the reason. The
@@ -69,7 +76,9 @@ class HFModel:
         self.refusal = ""  # why nothing can be reused
         self.packs = False  # whether several sequences can be computed in one forward
         self._geometry = KVGeometry(num_layers=0, groups=(), dtype="float32", itemsize=4)
+        self._bitwise = bitwise
         self._fingerprint = b""
+        self._numerics = b""
         self._rotations = certify.Rotations()
         self._position_limit: int | None = None
         self._hook: torch.utils.hooks.RemovableHandle | None = None
@@ -93,9 +102,9 @@ class HFModel:
     @property
     def fingerprint(self) -> bytes:
         """Changes with anything that changes the K/V of given tokens."""
-        if not self.adapter.digest:
+        if not (self._numerics or self.adapter.digest):
             return self._fingerprint
-        return sha256(self._fingerprint + self.adapter.digest).digest()
+        return sha256(self._fingerprint + self._numerics + self.adapter.digest).digest()
 
     def under(self, adapter: Adapter) -> HFModel:
         """The same model with the forwards and the fingerprint that it has under an adapter."""
@@ -271,6 +280,8 @@ class HFModel:
         self._choose_attention(choices, native)
         self.packs = certify.packs(model, self._geometry, native)
         self._fingerprint = fingerprint(model, self._geometry)
+        if self._bitwise:
+            self._numerics = numerics(model, prepacked=self._unpack is not None)
         if self._rotations.refusal:
             log.info("%s: exact reuse only: %s", self.name, self._rotations.refusal)
         log.info("certified %s in %.1f s", self.name, time.perf_counter() - started)
