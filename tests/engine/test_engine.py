@@ -7,7 +7,7 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -230,6 +230,27 @@ def test_tenants_and_models_do_not_meet(engine: KVBoost) -> None:
     assert len(prints) == 2
     other = build("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}})
     assert KVBoost(other, WordTokenizer())._parts.model.fingerprint not in prints
+
+
+def test_ids_that_the_model_lacks_reach_no_forward(engine: KVBoost) -> None:
+    """On a GPU one of them would end the process."""
+    bad = [5, 6, 512]
+    calls: dict[str, Callable[[], object]] = {
+        "generate": lambda: engine.generate(bad, 2),
+        "stream": lambda: engine.stream(bad, 2),
+        "submit": lambda: engine.submit(bad),
+        "generate_batch": lambda: engine.generate_batch([words(5), bad], 2),
+        "explain": lambda: engine.explain(bad),
+        "warm": lambda: engine.warm(bad),
+        "score": lambda: engine.score(bad, [words(2)]),
+        "verify_correctness": lambda: engine.verify_correctness([bad], 2),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ConfigError, match=r"token 2 of .* is 512: the model knows 0 to 511"):
+            call()
+            pytest.fail(name)
+    with pytest.raises(ConfigError, match=r"token 1 of continuations\[1\] is -1"):
+        engine.score(words(5), [words(2), [3, -1]])
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

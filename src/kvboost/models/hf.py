@@ -74,7 +74,7 @@ class HFModel:
         self._was_training = model.training
         self.model = model.eval()
         self.refusal = ""  # why nothing can be reused
-        self.packs = False  # whether several sequences can be computed in one forward
+        self.pack_refusal = "it was not certified"  # why a forward has one sequence, if so
         self._geometry = KVGeometry(num_layers=0, groups=(), dtype="float32", itemsize=4)
         self._bitwise = bitwise
         self._fingerprint = b""
@@ -130,6 +130,11 @@ class HFModel:
     def rotation_refusal(self) -> str:
         """Why K/V cannot be moved, where that is so."""
         return self._rotations.refusal
+
+    @property
+    def packs(self) -> bool:
+        """Whether several sequences can be computed in one forward."""
+        return not self.pack_refusal
 
     @property
     def position_limit(self) -> int | None:
@@ -278,12 +283,14 @@ class HFModel:
         self._position_limit = certify.position_limit(model)
         self._hook = model.register_forward_pre_hook(_fit_tokens_to_rows, with_kwargs=True)
         self._choose_attention(choices, native)
-        self.packs = certify.packs(model, self._geometry, native)
+        self.pack_refusal = certify.pack_refusal(model, self._geometry, native)
         self._fingerprint = fingerprint(model, self._geometry)
         if self._bitwise:
             self._numerics = numerics(model, prepacked=self._unpack is not None)
         if self._rotations.refusal:
             log.info("%s: exact reuse only: %s", self.name, self._rotations.refusal)
+        if self.pack_refusal:
+            log.warning("%s: the batch runs one by one: %s", self.name, self.pack_refusal)
         log.info("certified %s in %.1f s", self.name, time.perf_counter() - started)
 
     def _check_adapter(self) -> None:
