@@ -361,6 +361,19 @@ def test_unsupported_models_run_without_reuse_if_asked(name: str) -> None:
             engine.verify_correctness()
 
 
+def test_an_unforeseen_refusal_shows_where_it_came_from(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("llama", {})
+
+    def fail(*_: object) -> None:
+        raise KeyError(4)
+
+    model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    with KVBoost(model, WordTokenizer(), strict=False) as engine:
+        assert engine._parts.model.refusal.endswith("KeyError: 4")
+    (record,) = [each for each in caplog.records if "no reuse for" in each.message]
+    assert record.exc_info is not None and record.exc_info[0] is KeyError
+
+
 def test_a_model_has_one_engine_and_gets_its_state_back() -> None:
     model = build(*SUPPORTED["gemma2-softcap"]).train()
     with KVBoost(model, WordTokenizer()), pytest.raises(UnsupportedModel, match="close that one"):

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from kvboost.core import KVGeometry, PlaneGroup, Rotation, Span
-from kvboost.errors import UnsupportedModel
+from kvboost.errors import UnsupportedModel, reason_of
 from kvboost.models.packed import Segment, keep_logits, run_packed
 from kvboost.models.paged import BlockPool
 from kvboost.models.rows import Rows
@@ -153,7 +153,7 @@ def pack_refusal(model: PreTrainedModel, geometry: KVGeometry, native: Native) -
         try:
             logits = run_packed(model, geometry, segments)
         except Exception as error:  # whatever a foreign model raises on K/V that it did not expect
-            return f"{type(error).__name__}: {error}"
+            return reason_of(error)
         for segment, stop in zip(segments, stops, strict=True):
             wanted = native.logits[stop - 1 : stop]
             off = row_error(logits[segment][None], wanted, exact=native.is_exact)

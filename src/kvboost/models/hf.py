@@ -13,7 +13,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvboost.core import KVGeometry, Rotation
-from kvboost.errors import UnsupportedModel
+from kvboost.errors import UnsupportedModel, reason_of
 from kvboost.models import certify, install
 from kvboost.models.adapters import Adapter, Adapters, num_embeddings, unwrapped
 from kvboost.models.fingerprint import fingerprint
@@ -89,10 +89,11 @@ class HFModel:
             self._certify()
         except Exception as error:  # whatever a foreign model raises when it is run our way
             self.release()
-            self.refusal = f"{self.name}: {error}"
+            self.refusal = f"{self.name}: {reason_of(error)}"
             if strict:
                 raise UnsupportedModel(self.refusal) from error
-            log.warning("no reuse for %s", self.refusal)
+            is_foreseen = isinstance(error, UnsupportedModel)
+            log.warning("no reuse for %s", self.refusal, exc_info=not is_foreseen)
 
     @property
     def geometry(self) -> KVGeometry:
@@ -312,7 +313,7 @@ class HFModel:
         except Exception as error:  # kernels of others raise what they like
             if not others:
                 raise
-            log.info("%s: not with %s: %s", self.name, first, error)
+            log.warning("%s: not with %s: %s", self.name, first, reason_of(error))
             self._choose_attention(others, native)
 
 
