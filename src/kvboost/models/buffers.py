@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
-# CPUs with AVX2, CPUs with AVX-512 and GPUs compute frequencies that differ in the last bit or two.
+# CPUs with AVX2 and with AVX-512 compute frequencies that differ in the last bits; GPUs may.
 ROUNDING = 4 * torch.finfo(torch.float32).eps
 
 
