@@ -24,7 +24,7 @@ from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
 from kvboost.tiers import anchors
 
-MODEL = b"model"
+MODEL = b"m3"  # its salt gives an anchor to each chunk that the tests move
 CHUNK_SIZE = 32
 BLOCK_SIZE = 16
 HEADS, HEAD_DIM = 2, 4

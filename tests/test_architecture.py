@@ -20,7 +20,7 @@ PARTS = {
     "integrations": "integrations",
 }
 MAX_LINES = {
-    "library": 9_000,
+    "library": 9_150,
     "application": 4_600,
     "weights": 800,
     "connectors": 1_700,

@@ -83,3 +83,8 @@ class TierUnavailable(CacheError):
 def missing_extra(what: str, extra: str) -> str:
     """What to say where the libraries of an extra are not installed."""
     return f"{what} needs the extra `{extra}`: pip install '.[{extra}]' in a clone of KVBoost"
+
+
+def reason_of(error: Exception) -> str:
+    """An error in a line: ours say enough, of others the type counts (`KeyError(4)` says "4")."""
+    return str(error) if isinstance(error, KVBoostError) else f"{type(error).__name__}: {error}"

@@ -7,7 +7,7 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -232,6 +232,44 @@ def test_tenants_and_models_do_not_meet(engine: KVBoost) -> None:
     assert KVBoost(other, WordTokenizer())._parts.model.fingerprint not in prints
 
 
+def test_ids_that_the_model_lacks_reach_no_forward(engine: KVBoost) -> None:
+    """On a GPU one of them would end the process."""
+    bad = [5, 6, 512]
+    calls: dict[str, Callable[[], object]] = {
+        "generate": lambda: engine.generate(bad, 2),
+        "stream": lambda: engine.stream(bad, 2),
+        "submit": lambda: engine.submit(bad),
+        "generate_batch": lambda: engine.generate_batch([words(5), bad], 2),
+        "explain": lambda: engine.explain(bad),
+        "warm": lambda: engine.warm(bad),
+        "score": lambda: engine.score(bad, [words(2)]),
+        "verify_correctness": lambda: engine.verify_correctness([bad], 2),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ConfigError, match=r"token 2 of .* is 512: the model knows 0 to 511"):
+            call()
+            pytest.fail(name)
+    with pytest.raises(ConfigError, match=r"token 1 of continuations\[1\] is -1"):
+        engine.score(words(5), [words(2), [3, -1]])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_equal_bits_are_promised_only_where_the_same_computes(
+    tmp_path: Path, deterministic: bool
+) -> None:
+    """Another number of threads stands for all that changes the last bits."""
+    options = {"deterministic": deterministic, "piece_tokens": 32, "disk_cache_dir": str(tmp_path)}
+    before, cached = torch.get_num_threads(), []
+    try:
+        for num_threads in (1, 2, 2):
+            torch.set_num_threads(num_threads)
+            with engine_of(**options) as engine:
+                cached.append(engine.generate(words(80), 2).cached_tokens)
+    finally:
+        torch.set_num_threads(before)
+    assert cached == ([0, 0, 64] if deterministic else [0, 79, 79])
+
+
 def test_verify_is_true_only_if_reuse_was_right(engine: KVBoost) -> None:
     report = engine.verify_correctness([words(60), words(80, seed=1)], max_new_tokens=8)
     assert report and "2 of 2 answers the same" in str(report)
@@ -321,6 +359,19 @@ def test_unsupported_models_run_without_reuse_if_asked(name: str) -> None:
         assert engine.cache_stats()["requests"] == 1
         with pytest.raises(UnsupportedModel, match=reason):
             engine.verify_correctness()
+
+
+def test_an_unforeseen_refusal_shows_where_it_came_from(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("llama", {})
+
+    def fail(*_: object) -> None:
+        raise KeyError(4)
+
+    model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    with KVBoost(model, WordTokenizer(), strict=False) as engine:
+        assert engine._parts.model.refusal.endswith("KeyError: 4")
+    (record,) = [each for each in caplog.records if "no reuse for" in each.message]
+    assert record.exc_info is not None and record.exc_info[0] is KeyError
 
 
 def test_a_model_has_one_engine_and_gets_its_state_back() -> None:

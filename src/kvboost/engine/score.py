@@ -16,6 +16,7 @@ from kvboost.engine.prefill import Prefilled, complete, keep, prefill
 from kvboost.engine.report import count, report
 from kvboost.engine.request import Request
 from kvboost.engine.results import ReuseReport
+from kvboost.engine.texts import check_ids
 from kvboost.errors import ConfigError, UnsupportedModel
 from kvboost.models.hf import HFModel
 from kvboost.models.slots import SlotCache
@@ -55,12 +56,12 @@ class ScoreResult:
 
 
 def continuation_tokens(
-    continuations: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+    continuations: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, num_known: int
 ) -> list[list[int]]:
     """Token ids of continuations, without a tokenizer's BOS.
 
     Raises:
-        ConfigError: there is none, or one is empty.
+        ConfigError: there is none, one is empty, or has ids from `num_known` on.
     """
     if isinstance(continuations, str):
         raise ConfigError("continuations is one text: expected a list of texts")
@@ -70,6 +71,8 @@ def continuation_tokens(
     ]
     if not tokens or not all(tokens):
         raise ConfigError("there is nothing to score: no continuations, or one is empty")
+    for place, each in enumerate(tokens):
+        check_ids(each, num_known, f"continuations[{place}]")
     return tokens
 
 

@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from kvboost.build import Parts
 from kvboost.engine.prefill import Frames, Terms, bring, keep, pin, prefill
 from kvboost.engine.results import WarmResult
+from kvboost.engine.texts import check_ids
 from kvboost.engine.worker import Worker
 from kvboost.errors import ConfigError
 from kvboost.models.adapters import Adapter
@@ -46,6 +47,10 @@ class Warming:
             raise ConfigError(f"ttl_s={ttl_s} is how long a pin lasts: it needs pin=True")
         if not texts or not all(texts):
             raise ConfigError("there is nothing to warm: a text is empty")
+        num_known = self._parts.model.num_embeddings
+        check_ids(before, num_known, "the preface")
+        for place, text in enumerate(texts):
+            check_ids(text, num_known, f"text {place}")
         started, parts = time.perf_counter(), self._parts.under(adapter)
         num_computed = num_pinned = 0
         for text in tqdm(texts, desc="warming", disable=len(texts) < MANY_TEXTS or None):

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from kvboost.core import KVGeometry, PlaneGroup, Rotation, Span
-from kvboost.errors import UnsupportedModel
+from kvboost.errors import UnsupportedModel, reason_of
 from kvboost.models.packed import Segment, keep_logits, run_packed
 from kvboost.models.paged import BlockPool
 from kvboost.models.rows import Rows
@@ -133,33 +133,33 @@ def check_sparse_prefill(model: PreTrainedModel, geometry: KVGeometry, native: N
             )
 
 
-def packs(model: PreTrainedModel, geometry: KVGeometry, native: Native) -> bool:
-    """Whether sequences in one row of a forward, sharing rows, are what they are alone.
+def pack_refusal(model: PreTrainedModel, geometry: KVGeometry, native: Native) -> str:
+    """Why sequences in one row of a forward, sharing rows, are not what they are alone, if so.
 
-    Not so for models that change K/V between cache and attention.
+    So for models that change K/V between cache and attention.
     """
     tokens = probe_tokens(model).tolist()
     pool = BlockPool(geometry, len(tokens), 3, model.device)
     first, second = (Rows(pool.cache(len(tokens))) for _ in range(2))
-    try:
-        for step in range(3):
-            if step == 2:
-                second = Rows(pool.cache(len(tokens)), first.share(32))
-            starts = ((0, 0), (40, 40), (64, 32))[step]
-            stops = ((40, 40), (64, 63), (65, 96))[step]
-            segments = [
-                Segment(rows, tokens[start:stop], range(start, stop))
-                for rows, start, stop in zip((first, second), starts, stops, strict=True)
-            ]
+    for step in range(3):
+        if step == 2:
+            second = Rows(pool.cache(len(tokens)), first.share(32))
+        starts = ((0, 0), (40, 40), (64, 32))[step]
+        stops = ((40, 40), (64, 63), (65, 96))[step]
+        segments = [
+            Segment(rows, tokens[start:stop], range(start, stop))
+            for rows, start, stop in zip((first, second), starts, stops, strict=True)
+        ]
+        try:
             logits = run_packed(model, geometry, segments)
-            for segment, stop in zip(segments, stops, strict=True):
-                wanted = native.logits[stop - 1 : stop]
-                error = row_error(logits[segment][None], wanted, exact=native.is_exact)
-                if not error <= native.tolerance:
-                    return False
-    except Exception:  # whatever a foreign model raises on K/V that it did not expect
-        return False
-    return True
+        except Exception as error:  # whatever a foreign model raises on K/V that it did not expect
+            return reason_of(error)
+        for segment, stop in zip(segments, stops, strict=True):
+            wanted = native.logits[stop - 1 : stop]
+            off = row_error(logits[segment][None], wanted, exact=native.is_exact)
+            if not off <= native.tolerance:
+                return f"logits of packed sequences are off by {off:.2g} of their size"
+    return ""
 
 
 def measure_rotations(model: PreTrainedModel, geometry: KVGeometry) -> Rotations:

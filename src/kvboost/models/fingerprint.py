@@ -1,21 +1,31 @@
-"""Everything that makes stored K/V invalid for another model, as bytes for the key."""
+"""Everything that makes stored K/V invalid for another model, as bytes for the key.
+
+The rule, which needs no model in memory, is in docs/adr/0034-fingerprint.md.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from blake3 import blake3
 
 from kvboost.core import KVGeometry
+from kvboost.models.buffers import changed_buffers
 from kvboost.weights.stream import streamed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # What a config says beside the computation. The tokenizer is no part either: K/V belongs to ids.
 COSMETIC = ("architectures", "dtype", "id2label", "label2id", "transformers_version", "use_cache")
-# The same of an adapter's config: where it comes from, and what is over once it is trained.
+# The same of an adapter's config: its origin, and settings of its training.
 COSMETIC_OF_ADAPTERS = (
     "auto_mapping",
     "base_model_name_or_path",
@@ -27,36 +37,28 @@ COSMETIC_OF_ADAPTERS = (
 )
 WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)\b")  # inside PEFT's layers
 
-NUM_PICKED = 256  # bytes of a tensor that count by themselves
-PIECE_BYTES = 1 << 23  # read at once; a multiple of 8
+PIECE_BYTES = 1 << 23  # read at once
+NUM_THREADS = 4  # each hashes a tensor at 1 to 4 GB/s; more would wait for memory or a disk
 
 
-def fingerprint(model: torch.nn.Module, geometry: KVGeometry) -> bytes:
+def fingerprint(model: PreTrainedModel, geometry: KVGeometry) -> bytes:
     """Digest of the weights and buffers as loaded, the settings and the geometry.
 
     Adapters are no part of it: a model has the same one before and after they came in.
     """
-    config: Any = model.config
-    settings = {
-        name: value
-        for name, value in config.get_text_config().to_dict().items()
-        if name not in COSMETIC and not name.startswith("_")
-    }
-    if settings.get("quantization_config"):  # the weights of a GGUF file count, not where it lies
-        quantization = dict(settings["quantization_config"])
-        quantization.pop("gguf_file", None)
-        settings["quantization_config"] = quantization
-    digest = sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    digest.update(repr(geometry).encode())
+    tensors = dict(_base_tensors(model))
     weights = streamed(model)
-    for name, tensor in sorted(_base_tensors(model)):
-        if weights is None:
-            _add_tensor(digest, name, tensor)
-        else:
-            _add_tensor(digest, name, weights.source(tensor), weights.forget)
-    if weights is not None:
+    if weights is None:
+        contents = hash_tensors(tensors)
+    else:
+        tensors = {name: weights.source(tensor) for name, tensor in tensors.items()}
+        contents = hash_tensors(tensors, weights.forget)
         weights.reset()
-    return digest.digest()
+    # A checkpoint of tied embeddings has the output embedding or not: the same either way.
+    first, last = map(partial(_weight_of, model), ("get_input_embeddings", "get_output_embeddings"))
+    if contents.get(first) == contents.get(last):
+        contents.pop(last, None)
+    return _digest(settings=_settings(model), geometry=repr(geometry), tensors=contents)
 
 
 def adapter_digest(model: torch.nn.Module, slot: str) -> bytes:
@@ -64,21 +66,17 @@ def adapter_digest(model: torch.nn.Module, slot: str) -> bytes:
     from peft import get_peft_model_state_dict  # noqa: PLC0415  (an extra)
 
     config: Any = model.peft_config
-    digest = sha256(said_by(config[slot].to_dict()))
-    for path, layer in adapter_layers(model).items():
-        if slot in getattr(layer, "scaling", ()):
-            digest.update(f"{path} {layer.scaling[slot]}".encode())
+    layers = adapter_layers(model).items()
+    scaling = {path: layer.scaling.get(slot) for path, layer in layers if hasattr(layer, "scaling")}
     saved = get_peft_model_state_dict(model, adapter_name=slot, save_embedding_layers=False)
-    for name, tensor in sorted(saved.items()):
-        _add_tensor(digest, name, tensor)
-    return digest.digest()
+    settings = said_by(config[slot].to_dict())
+    return _digest(settings=settings, scaling=scaling, tensors=hash_tensors(saved))
 
 
-def said_by(config: Mapping[str, Any]) -> bytes:
+def said_by(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of an adapter that count."""
     settings = {n: each for n, each in config.items() if n not in COSMETIC_OF_ADAPTERS}
-    plain = {n: sorted(each) if isinstance(each, set) else each for n, each in settings.items()}
-    return json.dumps(plain, sort_keys=True, default=str).encode()
+    return {n: sorted(each) if isinstance(each, set) else each for n, each in settings.items()}
 
 
 def adapter_layers(model: torch.nn.Module) -> dict[str, Any]:
@@ -87,40 +85,70 @@ def adapter_layers(model: torch.nn.Module) -> dict[str, Any]:
     return {path: layer for path, layer in found if hasattr(layer, "adapter_layer_names")}
 
 
-def _base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers without those of adapters, by the names they have without these."""
+def hash_tensors(
+    tensors: Mapping[str, torch.Tensor], forget: Callable[[torch.Tensor], None] | None = None
+) -> dict[str, list[Any]]:
+    """Dtype, shape and BLAKE3 of all bytes of each tensor.
+
+    With `forget`, which is told what was read, one piece is in memory at a time.
+    """
+    by_size = sorted(tensors.values(), key=lambda tensor: -tensor.nbytes)  # long ones first
+    each = {id(tensor): tensor for tensor in by_size}  # tied ones once
+    with ThreadPoolExecutor(NUM_THREADS if forget is None else 1) as pool:
+        found = pool.map(partial(_hash, forget=forget), each.values())
+        digests = dict(zip(each, found, strict=True))
+    return {
+        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), digests[id(tensor)]]
+        for name, tensor in tensors.items()
+    }
+
+
+def _hash(tensor: torch.Tensor, forget: Callable[[torch.Tensor], None] | None) -> str:
+    digest = blake3()
+    raw = tensor.detach().reshape(-1).view(torch.uint8)
+    for start in range(0, len(raw), PIECE_BYTES):
+        piece = raw[start : start + PIECE_BYTES]
+        digest.update(piece.cpu().numpy().data)
+        if forget is not None:
+            forget(piece)
+    return digest.hexdigest()
+
+
+def _digest(**parts: Any) -> bytes:
+    return sha256(json.dumps(parts, sort_keys=True, default=str).encode()).digest()
+
+
+def _settings(model: PreTrainedModel) -> dict[str, Any]:
+    """The entries of a config that count."""
+    settings = {
+        name: value
+        for name, value in model.config.get_text_config().to_dict().items()
+        if name not in COSMETIC and not name.startswith("_")
+    }
+    if settings.get("quantization_config"):  # the weights of a GGUF file count, not where it lies
+        quantization = dict(settings["quantization_config"])
+        quantization.pop("gguf_file", None)
+        settings["quantization_config"] = quantization
+    return settings
+
+
+def _base_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """What counts of a model without adapters, by the names it has without these.
+
+    That is what a checkpoint of it holds, and buffers that no longer follow from the config.
+    """
     layers = adapter_layers(model)
     added = [
         f"{path}.{name}."
         for path, layer in layers.items()
         for name in (*layer.adapter_layer_names, *layer.other_param_names)
     ]
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, tensor in [*model.state_dict(keep_vars=True).items(), *changed_buffers(model)]:
         if not name.startswith(tuple(added)):
             yield (WRAPPED.sub("", name) if layers else name), tensor
 
 
-def _add_tensor(
-    digest: Any,
-    name: str,
-    tensor: torch.Tensor,
-    forget: Callable[[torch.Tensor], None] = lambda _: None,
-) -> None:
-    digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-    digest.update(_sample(tensor.detach(), forget))
-
-
-def _sample(tensor: torch.Tensor, forget: Callable[[torch.Tensor], None]) -> bytes:
-    """A checksum over all bits and some bytes in full; reads each once, `forget` is told which."""
-    raw = tensor.reshape(-1).view(torch.uint8)
-    step = max(1, len(raw) // NUM_PICKED)
-    total, picked = 0, b""
-    for start in range(0, len(raw), PIECE_BYTES):
-        piece = raw[start : start + PIECE_BYTES]
-        whole = len(piece) // 8 * 8
-        # Added up modulo 2**64, which no order of summation changes.
-        words = piece[:whole].view(torch.int64).sum() + piece[whole:].sum(dtype=torch.int64)
-        total += int(words)
-        picked += bytes(piece[-start % step :: step].cpu().numpy())
-        forget(piece)
-    return (total % 2**64).to_bytes(8, "little") + picked[:NUM_PICKED]
+def _weight_of(model: PreTrainedModel, getter: str) -> str:
+    """The name of the weight of an embedding."""
+    wanted = getattr(model, getter)()
+    return next(f"{path}.weight" for path, module in model.named_modules() if module is wanted)

@@ -13,10 +13,11 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvboost.core import KVGeometry, Rotation
-from kvboost.errors import UnsupportedModel
+from kvboost.errors import UnsupportedModel, reason_of
 from kvboost.models import certify, install
 from kvboost.models.adapters import Adapter, Adapters, num_embeddings, unwrapped
 from kvboost.models.fingerprint import fingerprint
+from kvboost.models.numerics import numerics
 from kvboost.models.packed import Segment, keep_logits, run_packed
 from kvboost.models.prepack import prepack
 from kvboost.models.slots import Behind, RowCache, SlotCache
@@ -46,11 +47,17 @@ class HFModel:
     """Owns how a model is run. Not thread-safe: one forward at a time."""
 
     def __init__(
-        self, model: PreTrainedModel, *, strict: bool = True, prepacked: bool = False
+        self,
+        model: PreTrainedModel,
+        *,
+        strict: bool = True,
+        prepacked: bool = False,
+        bitwise: bool = False,
     ) -> None:
         """Certify `model`, as it came, and switch it to our attention functions.
 
         `prepacked` gives its linear layers a second copy of their weights that is faster.
+        `bitwise` gives it another fingerprint wherever its K/V may differ in the last bits.
 
         Raises:
             UnsupportedModel: with the reason, if `strict`; else `refusal` holds the reason. The
@@ -67,9 +74,11 @@ class HFModel:
         self._was_training = model.training
         self.model = model.eval()
         self.refusal = ""  # why nothing can be reused
-        self.packs = False  # whether several sequences can be computed in one forward
+        self.pack_refusal = "it was not certified"  # why a forward has one sequence, if so
         self._geometry = KVGeometry(num_layers=0, groups=(), dtype="float32", itemsize=4)
+        self._bitwise = bitwise
         self._fingerprint = b""
+        self._numerics = b""
         self._rotations = certify.Rotations()
         self._position_limit: int | None = None
         self._hook: torch.utils.hooks.RemovableHandle | None = None
@@ -80,10 +89,11 @@ class HFModel:
             self._certify()
         except Exception as error:  # whatever a foreign model raises when it is run our way
             self.release()
-            self.refusal = f"{self.name}: {error}"
+            self.refusal = f"{self.name}: {reason_of(error)}"
             if strict:
                 raise UnsupportedModel(self.refusal) from error
-            log.warning("no reuse for %s", self.refusal)
+            is_foreseen = isinstance(error, UnsupportedModel)
+            log.warning("no reuse for %s", self.refusal, exc_info=not is_foreseen)
 
     @property
     def geometry(self) -> KVGeometry:
@@ -93,9 +103,9 @@ class HFModel:
     @property
     def fingerprint(self) -> bytes:
         """Changes with anything that changes the K/V of given tokens."""
-        if not self.adapter.digest:
+        if not (self._numerics or self.adapter.digest):
             return self._fingerprint
-        return sha256(self._fingerprint + self.adapter.digest).digest()
+        return sha256(self._fingerprint + self._numerics + self.adapter.digest).digest()
 
     def under(self, adapter: Adapter) -> HFModel:
         """The same model with the forwards and the fingerprint that it has under an adapter."""
@@ -121,6 +131,11 @@ class HFModel:
     def rotation_refusal(self) -> str:
         """Why K/V cannot be moved, where that is so."""
         return self._rotations.refusal
+
+    @property
+    def packs(self) -> bool:
+        """Whether several sequences can be computed in one forward."""
+        return not self.pack_refusal
 
     @property
     def position_limit(self) -> int | None:
@@ -269,10 +284,14 @@ class HFModel:
         self._position_limit = certify.position_limit(model)
         self._hook = model.register_forward_pre_hook(_fit_tokens_to_rows, with_kwargs=True)
         self._choose_attention(choices, native)
-        self.packs = certify.packs(model, self._geometry, native)
+        self.pack_refusal = certify.pack_refusal(model, self._geometry, native)
         self._fingerprint = fingerprint(model, self._geometry)
+        if self._bitwise:
+            self._numerics = numerics(model, prepacked=self._unpack is not None)
         if self._rotations.refusal:
             log.info("%s: exact reuse only: %s", self.name, self._rotations.refusal)
+        if self.pack_refusal:
+            log.warning("%s: the batch runs one by one: %s", self.name, self.pack_refusal)
         log.info("certified %s in %.1f s", self.name, time.perf_counter() - started)
 
     def _check_adapter(self) -> None:
@@ -294,7 +313,7 @@ class HFModel:
         except Exception as error:  # kernels of others raise what they like
             if not others:
                 raise
-            log.info("%s: not with %s: %s", self.name, first, error)
+            log.warning("%s: not with %s: %s", self.name, first, reason_of(error))
             self._choose_attention(others, native)
 
 

@@ -78,7 +78,7 @@ class StreamedWeights:
 
     def __init__(self, model: PreTrainedModel, max_weight_bytes: int, carrier: Carrier) -> None:
         """Let weights come and go; `stream_weights` chooses the carrier."""
-        limit_bytes = piece_bytes(max_weight_bytes)
+        self.limit_bytes = limit_bytes = piece_bytes(max_weight_bytes)  # larger layers are cut
         layout = find_layout(model, carrier, limit_bytes)
         pieces = layout.pieces
         fixed_bytes = layout.fixed_bytes + (limit_bytes if layout.tables else 0)

@@ -24,7 +24,7 @@ from kvboost.connectors.vllm.scheduler_side import SchedulerSide
 from kvboost.connectors.vllm.start import Start
 from kvboost.connectors.vllm.stats import KVBoostPromMetrics, KVBoostStats
 from kvboost.connectors.vllm.worker_side import WorkerSide
-from kvboost.errors import ConfigError
+from kvboost.errors import ConfigError, UnsupportedModel, reason_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,12 +36,22 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+log = logging.getLogger(__name__)
+
+
 def _log_like_vllm() -> None:
     """Say what is said here in the log of vLLM, which shows no other."""
     ours, theirs = logging.getLogger("kvboost"), logging.getLogger("vllm")
     if not ours.handlers and not logging.getLogger().handlers:
         ours.handlers, ours.propagate = list(theirs.handlers), False
         ours.setLevel(theirs.getEffectiveLevel())
+
+
+def _told(error: Exception) -> str:
+    """The reason for the other side; where it came from for the log, unless it was foreseen."""
+    if not isinstance(error, UnsupportedModel) or error.__cause__ is not None:
+        log.warning("KVBoost does not work as planned", exc_info=error)
+    return reason_of(error)
 
 
 class StepMetadata(KVConnectorMetadata):
@@ -155,7 +165,7 @@ class KVBoostConnector(KVConnectorBase_V1):
         except ConfigError:
             raise
         except Exception as error:  # whatever a model or back end does that was not foreseen
-            self._refusal = str(error) or repr(error)
+            self._refusal = _told(error)
         self._move_refusal = (
             "the model is out of reach; start vLLM with "
             "--worker-cls kvboost.connectors.vllm.worker.KVBoostWorker"
@@ -169,7 +179,7 @@ class KVBoostConnector(KVConnectorBase_V1):
             self._start.certify(model, self._worker)
             self._move_refusal = ""
         except Exception as error:
-            self._move_refusal = str(error) or repr(error)
+            self._move_refusal = _told(error)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
         """What this worker found out."""

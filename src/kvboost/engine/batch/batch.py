@@ -107,6 +107,7 @@ class Batch:
             "kv_bytes": kv_bytes,
             "kv_tokens": num_rows,
             "kv_capacity_tokens": self._parts.working_tokens,
+            "pack_refusal": self._parts.model.pack_refusal,  # why it runs one by one, if so
         }
 
     def _drop_unwanted(self) -> None:

@@ -51,7 +51,7 @@ class BatchFront:
 
         Raises:
             QueueFull: there is no place.
-            ConfigError: the prompt and its answer do not fit, or have unknown tokens.
+            ConfigError: the prompt and its answer do not fit, or `logit_bias` has unknown tokens.
         """
         if self._parts.model.refusal:
             raise UnsupportedModel(self._parts.model.refusal)
@@ -84,9 +84,11 @@ class BatchFront:
                 f"a prompt of {len(request.tokens)} tokens with {sampling.max_new_tokens} new ones "
                 f"does not fit: there is room for {most} (num_blocks, max_cache_bytes)"
             )
-        for token in (min(request.tokens), max(request.tokens), *sampling.logit_bias):
+        for token in sampling.logit_bias:
             if not 0 <= token < num_known:
-                raise ConfigError(f"token {token}: the model knows 0 to {num_known - 1}")
+                raise ConfigError(
+                    f"logit_bias: token {token}: the model knows 0 to {num_known - 1}"
+                )
 
     def answer_all(
         self,
