@@ -1,4 +1,4 @@
-"""Questions about ours alone: traffic without a model, arithmetic, and two asked of a real one."""
+"""Questions about ours alone: traffic without a model, arithmetic, and some asked of a model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import chain, islice, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from kvboost.bench.questions.subjects import (
     shuffled,
 )
 from kvboost.errors import ConfigError
+from tiny_models import save
 
 PAIR = Pair(
     ours_ms=10.0,
@@ -190,8 +192,8 @@ def test_answers_agree_by_the_token() -> None:
     assert share_same([1, 2, 3, 4], [1, 2, 9, 4]) == 0.75
 
 
-def rows_of_a_process(smol: str, question: str) -> list[dict[str, Any]]:
-    task = {"model": smol, "dtype": "fp32", "is_quick": True, "questions": [question]}
+def rows_of_a_process(model: str, question: str) -> list[dict[str, Any]]:
+    task = {"model": model, "dtype": "fp32", "is_quick": True, "questions": [question]}
     command = [sys.executable, "-m", "kvboost.bench.questions.ask", json.dumps(task)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert [name for name in QUESTIONS if f"{name}: " in done.stderr] == [question]
@@ -200,9 +202,7 @@ def rows_of_a_process(smol: str, question: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.model
-def test_a_process_measures_shares_and_writes_rows_alone(smol: str) -> None:
-    shares = rows_of_a_process(smol, "share")
+def check_shares(shares: list[dict[str, Any]]) -> None:
     assert {row["phase"] for row in shares} == {"warm", "moved"}
     for row in shares:
         assert row["ratio"] == pytest.approx(row["ours_ms"] / row["bare_ms"], rel=0.02)
@@ -210,6 +210,17 @@ def test_a_process_measures_shares_and_writes_rows_alone(smol: str) -> None:
         if row["phase"] == "warm":  # exact, so in fp32 the answers are the same
             assert row["top1"] == 1.0
             assert row["cached_share"] == pytest.approx(row["share"], abs=0.01)
+
+
+@pytest.mark.tiny
+def test_a_process_measures_shares_and_writes_rows_alone(tmp_path: Path) -> None:
+    check_shares(rows_of_a_process(save(tmp_path), "share"))
+
+
+@pytest.mark.model
+@pytest.mark.long
+def test_shares_of_a_real_model(smol: str) -> None:
+    check_shares(rows_of_a_process(smol, "share"))
 
 
 @pytest.mark.model

@@ -53,6 +53,15 @@ def test_cold_warm_and_plain_answers_are_the_same(name: str) -> None:
         assert warm.cached_tokens == (num_shared if turn > 1 else 0)
 
 
+@pytest.mark.parametrize("name", ["qwen2", "gemma3-two-rotations"])
+def test_prompt_lookup_gives_the_greedy_text_cold_and_warm(name: str) -> None:
+    prompt = words(20) * 3
+    with engine_of(name) as engine:
+        for cached in (0, len(prompt) - 1):
+            result = engine.generate(prompt, 12, prompt_lookup_num_tokens=3)
+            assert (result.token_ids, result.cached_tokens) == (plain(prompt, 12, name), cached)
+
+
 def test_a_result_says_what_was_reused_and_what_it_cost(engine: KVBoost) -> None:
     prompt = words(50)
     engine.generate([*prompt[:40], 7], 2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from certified import tiny_model
 from fakes import WordTokenizer
 from kvboost import KVBoost
 from kvboost.models.hf import HFModel
@@ -69,7 +70,7 @@ class Packed:
 
     def __init__(self, name: str, memory: str) -> None:
         self.name = name
-        self.model = HFModel(build(*SUPPORTED[name]))
+        self.model = tiny_model(name)
         self.pool = pool_of(self.model, memory)
         self.native: dict[int, torch.Tensor] = {}
 
@@ -91,7 +92,7 @@ ONE_BY_ONE = {"deepseek_v3-mla", "diffllama", "gemma3n-shared-kv", "minicpm3-mla
 
 
 def test_models_that_cannot_be_packed_are_found_out() -> None:
-    packing = {name: HFModel(build(*SUPPORTED[name])).packs for name in SUPPORTED}
+    packing = {name: tiny_model(name).packs for name in SUPPORTED}
     assert {name for name, packs in packing.items() if not packs} == ONE_BY_ONE
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+from certified import tiny_model
 from kvboost.core import Span
 from kvboost.errors import UnsupportedModel
 from kvboost.models import certify, install
@@ -26,6 +28,7 @@ TOKENS = torch.randint(
 PROMPT, NEXT = TOKENS[:-1], TOKENS[-1]
 
 
+@cache
 @torch.no_grad()
 def native_logits(name: str) -> torch.Tensor:
     """By the model's own attention and cache: all of the prompt, then one decoding step."""
@@ -53,7 +56,7 @@ def run(model: HFModel, slots: SlotCache, positions: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_any_positions_in_any_order_equal_the_models_own_prefill(name: str) -> None:
     native = native_logits(name)
-    model, chance = HFModel(build(*SUPPORTED[name])), random.Random(name)
+    model, chance = tiny_model(name), random.Random(name)
     slots = model.slots(NUM_TOKENS)
     assert error(run(model, slots, list(range(NUM_TOKENS))), native[:-1]) <= TOLERANCE
     for _ in range(5):
@@ -67,7 +70,7 @@ def test_any_positions_in_any_order_equal_the_models_own_prefill(name: str) -> N
 @torch.no_grad()
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_appended_pieces_equal_the_models_own_prefill(name: str) -> None:
-    native, model = native_logits(name), HFModel(build(*SUPPORTED[name]))
+    native, model = native_logits(name), tiny_model(name)
     bare = build(*SUPPORTED[name])
     slots, cache = model.slots(NUM_TOKENS), DynamicCache(config=bare.config)
     # Short and long pieces: the long one takes the two-kernel attention.
@@ -82,7 +85,7 @@ def test_appended_pieces_equal_the_models_own_prefill(name: str) -> None:
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_one_wrong_position_is_seen(name: str) -> None:
-    native, model = native_logits(name), HFModel(build(*SUPPORTED[name]))
+    native, model = native_logits(name), tiny_model(name)
     slots = model.slots(NUM_TOKENS)
     run(model, slots, list(range(NUM_TOKENS)))
     positions = [40, 60, NUM_TOKENS - 1]
@@ -93,7 +96,7 @@ def test_one_wrong_position_is_seen(name: str) -> None:
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_how_keys_turn_with_position_is_found(name: str) -> None:
-    model = HFModel(build(*SUPPORTED[name]))
+    model = tiny_model(name)
     turning = [rotation for rotation in model.rotations.values() if rotation is not None]
     num_planes = sum(len(group.planes) for group in model.geometry.groups)
     assert len(model.rotations) == num_planes

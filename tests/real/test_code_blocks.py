@@ -1,7 +1,8 @@
 """The code in the README and the docs runs as it is pasted, page by page.
 
 `pytest tests/real/test_code_blocks.py -k guides/server` runs one page. A name of a model, the
-address of a server and that of a Redis stand for those that the tests have.
+address of a server and that of a Redis stand for those that the tests have. Commands of ours run in
+this process, which has the libraries loaded; `tests/cli` starts processes.
 """
 
 from __future__ import annotations
@@ -11,17 +12,22 @@ import gc
 import io
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
 
+import kvboost.engine.engine
+from certified import KnownModel
+from kvboost.cli.main import main
 from loras import save_adapter
 from pages import (
     PAGES,
@@ -32,6 +38,7 @@ from pages import (
     is_shown,
     name_of,
     outputs,
+    statements,
     what_runs,
 )
 from servers import find_program, redis_server
@@ -45,6 +52,9 @@ BESIDE = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")  # texts for exampl
 PRELUDE = """set -euo pipefail
 curl() { command curl --no-progress-meter --fail-with-body "$@"; }
 """
+OWN_COMMAND = re.compile(
+    r"kvboost (?:explain|generate|warm)\b[^|<>&;$`]*"
+)  # and nothing of a shell
 PATIENCE_S = 300
 README = ROOT / "README.md"
 
@@ -88,7 +98,7 @@ class Reader:
             self._close(each for each in before if id(each) not in after)
             self._compare(block, printed.getvalue())
             return printed.getvalue()
-        return _run_script(what_runs(code))
+        return _run_statements(statements(what_runs(code)))
 
     def _compare(self, block: Fence, printed: str) -> None:
         shown = self._outputs.get(block.line, printed)
@@ -111,6 +121,25 @@ class Reader:
     def _close(self, things: Iterable[Any]) -> None:
         for each in things:
             each.close()
+
+
+def _run_statements(lines: list[str]) -> str:
+    """Commands that load a model by `main`, all else by a shell; what they have written."""
+    written = ""
+    for is_own, group in groupby(lines, lambda each: OWN_COMMAND.fullmatch(each) is not None):
+        together = list(group)
+        written += "".join(
+            map(_run_command, together) if is_own else [_run_script("".join(together))]
+        )
+    return written
+
+
+def _run_command(command: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = main(shlex.split(command.replace("\\\n", ""), comments=True)[1:])
+    assert code == 0, f"{command}\n{printed.getvalue()}"
+    return printed.getvalue()
 
 
 def _run_script(script: str) -> str:
@@ -158,6 +187,7 @@ def reader_of(page: Path, request: pytest.FixtureRequest) -> Iterator[Reader]:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvboost.engine.engine, "HFModel", KnownModel)
     for name in BESIDE:
         shutil.copy(ROOT / name, tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import gguf
 import httpx
 import pytest
 import torch
@@ -49,12 +53,12 @@ class Seen:
     scope="module", params=["gguf-smol", pytest.param("gguf-qwen05", marks=pytest.mark.long)]
 )
 def seen(request: pytest.FixtureRequest) -> Seen:
-    """Everything is asked of one engine: to load a file takes most of a minute."""
+    """Everything is asked of one engine: to load a file takes long."""
     file = models_folder() / request.param / "model.gguf"
     if not file.exists():
         pytest.skip(f"no {request.param} in {models_folder()}: run `just models`")
     chats = [travel(question) for question in QUESTIONS]
-    with KVBoost.from_pretrained(str(file), dtype=torch.float32) as engine:
+    with read_once(), KVBoost.from_pretrained(str(file), dtype=torch.float32) as engine:
         tokenizer, model = engine.tokenizer, engine._parts.model.model
         capital = engine.chat(CAPITAL, 32)
         cold = [engine.chat(chat, NEW_TOKENS, reuse="off") for chat in chats]
@@ -71,6 +75,15 @@ def seen(request: pytest.FixtureRequest) -> Seen:
         plain.append(output[0, ids["input_ids"].shape[1] :].tolist())
     end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
     return Seen(capital, cold, warm, plain, verified, served, end_of_turn)
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Transformers reads a file three times, and lists all names of tensors for each layer."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(gguf, name, cache(getattr(gguf, name)))
+        yield
 
 
 def travel(question: str) -> list[dict[str, str]]:

@@ -19,7 +19,7 @@ from kvboost.reuse.repair.sampled import SampledRepair
 
 pytestmark = pytest.mark.model
 
-PAGES = [page[:1200] for page in sorted(topics.values(), key=len)[-10:]]
+PAGES = [page[:800] for page in sorted(topics.values(), key=len)[-10:]]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from make_notebook import NOTEBOOK, run
 
 SRC = Path(__file__).parents[2] / "src"
 MOST_BYTES = 300_000
+WHOLE_PAGES, SHORT_PAGES = "topics[name][:800]", "topics[name][:250]"
 
 
 def printed(notebook: nbformat.NotebookNode) -> str:
@@ -48,8 +49,24 @@ def test_the_committed_notebook_has_the_outputs_of_a_run() -> None:
     assert '"stderr"' not in NOTEBOOK.read_text()  # paths of the machine that it was run on
 
 
-@pytest.mark.model
-def test_the_notebook_runs_from_top_to_bottom(smol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def model(smol: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBOOST_MODEL", smol)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SRC), os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("model")
+def test_the_notebook_runs_from_top_to_bottom_on_shorter_pages(tmp_path: Path) -> None:
+    source = NOTEBOOK.read_text()
+    assert source.count(WHOLE_PAGES) == 1
+    shorter = tmp_path / NOTEBOOK.name
+    shorter.write_text(source.replace(WHOLE_PAGES, SHORT_PAGES))
+    check(printed(run(shorter)))
+
+
+@pytest.mark.model
+@pytest.mark.long
+@pytest.mark.usefixtures("model")
+def test_the_notebook_runs_from_top_to_bottom() -> None:
     check(printed(run(NOTEBOOK)))

@@ -24,10 +24,10 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 def make_request(number: int) -> tuple[str, dict[str, Any]]:
     """Short and long, chats and completions, whole and streamed; half share their beginning."""
     chance = random.Random(number)
-    shared = PAGES[chance.randrange(3)][: chance.choice([300, 900])] if number % 2 else ""
+    shared = PAGES[chance.randrange(3)][: chance.choice([200, 500])] if number % 2 else ""
     start = chance.randrange(4000)
-    text = shared + PAGES[number % len(PAGES)][start : start + chance.choice([20, 150, 500])]
-    body: dict[str, Any] = {"temperature": 0, "max_tokens": chance.choice([3, 6, 12])}
+    text = shared + PAGES[number % len(PAGES)][start : start + chance.choice([20, 100, 300])]
+    body: dict[str, Any] = {"temperature": 0, "max_tokens": chance.choice([2, 5, 8])}
     body["stream"] = chance.random() < 0.5
     if chance.random() < 0.5:
         return COMPLETIONS, body | {"prompt": text}

@@ -35,6 +35,10 @@ TOOLS = [
     )
 ]
 QUESTION = [{"role": "user", "content": "What is the weather in Oslo now?"}]
+# The gate has forced calls of the larger model in tests/real/test_openai_tools.py.
+LARGER_IN_LONG = pytest.mark.parametrize(
+    "parts", ["smol", pytest.param("coder", marks=pytest.mark.long)], indirect=True, scope="module"
+)
 
 
 @pytest.fixture(scope="module", params=["smol", "coder"])
@@ -67,11 +71,13 @@ def answer(parts: tuple, messages: list, grammar: Grammar | None, **arguments: o
     return tokenizer.decode(tokens, skip_special_tokens=True)
 
 
+@LARGER_IN_LONG
 def test_an_answer_fits_its_schema(parts: tuple) -> None:
     messages = [{"role": "user", "content": "Describe Ada, 36, who likes chess, as JSON."}]
     validate(json.loads(answer(parts, messages, parts[2].json_schema(PERSON))), PERSON)
 
 
+@LARGER_IN_LONG
 def test_a_required_call_is_a_call(parts: tuple) -> None:
     ready = prepare(QUESTION, TOOLS, "required", parts[1])
     text = answer(parts, ready.messages, parts[2].tool_call(TOOLS), **ready.arguments)
@@ -80,6 +86,7 @@ def test_a_required_call_is_a_call(parts: tuple) -> None:
     assert "Oslo" in json.loads(call.arguments)["city"]
 
 
+@LARGER_IN_LONG
 def test_a_named_call_calls_that_function(parts: tuple) -> None:
     ready = prepare(QUESTION, TOOLS, {"type": "function"}, parts[1])
     text = answer(parts, ready.messages, parts[2].tool_call(TOOLS, "book_leave"), **ready.arguments)

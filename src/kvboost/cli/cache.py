@@ -102,7 +102,11 @@ def _kind(head: Head) -> tuple[str, str, str]:
     from kvboost.codecs.base import CODEC_NAMES  # noqa: PLC0415
 
     space = head.entry.space  # its halves are the tenant and the model
-    return (space[:3] + space[-3:]).hex(), head.geometry, CODEC_NAMES.get(head.codec, str(head.codec))
+    return (
+        (space[:3] + space[-3:]).hex(),
+        head.geometry,
+        CODEC_NAMES.get(head.codec, str(head.codec)),
+    )
 
 
 def _verify(options: argparse.Namespace) -> int:
