@@ -9,7 +9,14 @@ from kvboost.models import install
 from kvboost.models.hf import HFModel, _fit_tokens_to_rows
 from tiny_models import SUPPORTED, build
 
-MEASURED = ("_geometry", "_rotations", "_position_limit", "packs", "_fingerprint")
+MEASURED = (
+    "_geometry",
+    "_rotations",
+    "_position_limit",
+    "pack_refusal",
+    "_fingerprint",
+    "_numerics",
+)
 _known: dict[tuple[Any, ...], tuple[str, dict[str, Any]]] = {}
 
 

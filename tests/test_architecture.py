@@ -20,10 +20,10 @@ PARTS = {
     "integrations": "integrations",
 }
 MAX_LINES = {
-    "library": 9_150,
+    "library": 9_550,
     "application": 4_600,
     "weights": 800,
-    "connectors": 1_700,
+    "connectors": 1_710,
     "bench": 5_350,
     "fleet": 1_800,
     "integrations": 150,

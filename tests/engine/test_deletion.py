@@ -1,0 +1,247 @@
+"""Deleting: nothing of it is served again, by any process, and nothing of it stays in the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+from fakes import FakeSlots, FaultyDisk, FaultyTier, WordTokenizer, store_of, words
+from kvboost import KVBoost
+from kvboost.reuse.chunks import split
+from kvboost.reuse.keys import derive, namespace
+from kvboost.reuse.store import commit
+from kvboost.tiers import stack, urls
+from kvboost.tiers.epochs import epoch_key, owner, read_epoch
+from servers import Server, redis_server
+from tiny_models import SUPPORTED, build
+
+pytestmark = pytest.mark.tiny
+
+SECRET = words(100, seed=1)  # of the tenant whose text is deleted
+OTHERS = words(100, seed=2)
+ALICE, BOB = {"tenant": "alice"}, {"tenant": "bob"}
+
+
+@contextmanager
+def engine_of(**options: object) -> Iterator[KVBoost]:
+    settled: dict[str, object] = {"chunk_size": 16, "tier_deadline_ms": 2000}
+    model = build(*SUPPORTED["llama"])
+    with KVBoost(model, WordTokenizer(), **(settled | options)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a model of a few thousand weights no tier is worth waiting for."""
+    monkeypatch.setattr(stack, "LEAST_WAIT_S", 60.0)
+
+
+def cached(engine: KVBoost, tokens: list[int], **whose: str) -> int:
+    return engine.generate([*tokens, 9], 1, **whose).cached_tokens
+
+
+def said(tokens: list[int]) -> bytes:
+    """A part of a text as frames hold it."""
+    return np.asarray(tokens[20:28], "<u4").tobytes()
+
+
+def in_redis(server: Server, part: bytes) -> bool:
+    client = redis.Redis(port=server.port)
+    return any(part in (client.get(key) or b"") for key in client.scan_iter())
+
+
+def in_files(folder: Path, part: bytes) -> bool:
+    return any(part in path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.02)
+
+
+def store_both(engine: KVBoost) -> None:
+    engine.generate(SECRET, 1, **ALICE)
+    engine.generate(OTHERS, 1, **BOB)
+    engine.flush()
+
+
+@pytest.mark.parametrize("tokens", [None, SECRET])
+def test_what_only_a_shared_tier_has_is_deleted_there(
+    tokens: list[int] | None, patient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = FaultyTier()
+    monkeypatch.setattr(urls, "_open_shared", lambda url, timeout_s: shared)
+    with engine_of(cache_url="redis://shared") as engine:
+        store_both(engine)
+    assert any(said(SECRET) in frame for frame in shared.frames.values())
+    with engine_of(cache_url="redis://shared") as engine:  # and has nothing in memory
+        assert engine.contents.delete(tokens, **ALICE).pending == ()
+        assert not any(said(SECRET) in frame for frame in shared.frames.values())
+        assert cached(engine, SECRET, **ALICE) == 0
+        assert cached(engine, OTHERS, **BOB) == len(OTHERS)
+
+
+def test_a_chunk_that_only_begins_like_a_deleted_text_stays() -> None:
+    mine, other = [*SECRET[:40], *words(8, 3)], [*SECRET[:40], *words(20, 4)]
+    with engine_of() as engine:
+        engine.generate(other, 1)
+        engine.generate(mine, 1)
+        engine.flush()
+        engine.contents.delete(mine, tenant="")
+        kept = {chunk["position"] for chunk in engine.contents.chunks("", 100)}
+        assert 32 in kept and 0 not in kept  # the third chunk of the other prompt
+        assert cached(engine, mine) == 0
+
+
+def test_a_text_is_deleted_wherever_it_stands_and_with_what_follows_it() -> None:
+    page = words(96, seed=5)
+    with engine_of(reuse="auto") as engine:
+        engine._parts.cost.pays = lambda *_: True
+        engine.generate([*words(21, 6), *page, *words(30, 7)], 1)
+        engine.generate(SECRET[:40], 4)
+        engine.flush()
+        assert engine.contents.delete(page, tenant="").num_deleted > 0
+        assert engine.contents.delete(SECRET[:40], tenant="").num_deleted == 3  # and the answer
+        moved = engine.explain([*words(40, 8), *page, 9])
+        assert sum(len(s.span) for s in moved.spans if s.kind.value == "moved") < 16
+        assert cached(engine, SECRET[:40]) == 0
+
+
+def test_nothing_of_a_request_that_runs_while_its_tenant_is_deleted_is_stored() -> None:
+    with engine_of() as engine:
+        ticket = engine.submit(SECRET, tenant="alice")
+        wait_for(lambda: engine.batch_stats()["num_running"] > 0 or ticket.future.done())
+        if ticket.future.done():
+            pytest.skip("it was faster")
+        engine.contents.delete(None, **ALICE)
+        ticket.result(30)
+        engine.flush()
+        assert cached(engine, SECRET, **ALICE) == 0
+
+
+def test_a_disk_forgets_for_good(tmp_path: Path) -> None:
+    options = {"disk_cache_dir": str(tmp_path / "kv"), "max_disk_bytes": 8 << 20}
+    with engine_of(**options) as engine:
+        store_both(engine)
+    assert in_files(tmp_path, said(SECRET))
+    with engine_of(**options) as engine:
+        assert cached(engine, SECRET, **ALICE) == len(SECRET)
+        assert engine.contents.delete(None, **ALICE).pending == ()
+        assert not in_files(tmp_path, said(SECRET))
+        assert in_files(tmp_path, said(OTHERS))
+    with engine_of(**options) as engine:
+        assert cached(engine, SECRET, **ALICE) == 0
+        assert cached(engine, OTHERS, **BOB) == len(OTHERS)
+        engine.flush()
+    with engine_of(**options) as engine:  # in the new epoch things are found again
+        assert cached(engine, SECRET, **ALICE) == len(SECRET)
+
+
+def test_a_disk_that_is_down_keeps_its_deletion_pending(
+    patient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FaultyDisk()
+    monkeypatch.setattr(urls, "_open_shared", lambda url, timeout_s: disk)
+    monkeypatch.setattr("kvboost.engine.contents.ERASING_S", 0.2)
+    with engine_of(cache_url="redis://disk") as engine:
+        store_both(engine)
+        disk.fault = "down"
+        deletion = engine.contents.delete(None, **ALICE)
+        assert deletion.num_deleted == 7 and len(deletion.pending) == 1
+        assert cached(engine, SECRET, **ALICE) == 0
+        disk.fault = ""
+        wait_for(lambda: not any(said(SECRET) in frame for frame in disk.frames.values()))
+        assert cached(engine, OTHERS, **BOB) == len(OTHERS)
+
+
+@pytest.mark.servers
+@pytest.mark.alone
+def test_redis_frozen_while_a_tenant_is_deleted(
+    patient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvboost.engine.contents.ERASING_S", 0.5)
+    with redis_server() as server:
+        url = {"cache_url": f"redis://127.0.0.1:{server.port}"}
+        with engine_of(**url) as engine, engine_of(**url) as other:
+            store_both(engine)
+            assert cached(other, SECRET, **ALICE) == len(SECRET)
+            server.freeze()
+            assert engine.contents.delete(None, **ALICE).pending == ("redis",)
+            assert cached(engine, SECRET, **ALICE) == 0
+            server.thaw()
+            wait_for(lambda: not in_redis(server, owner("alice", 0)))
+            assert cached(other, SECRET, **ALICE) == 0  # though it had it in memory
+            assert cached(engine, OTHERS, **BOB) == len(OTHERS)
+
+
+@pytest.mark.servers
+@pytest.mark.alone
+def test_redis_restarted_after_a_tenant_was_deleted(patient: None, tmp_path: Path) -> None:
+    """It comes back with what it had saved before the deletion."""
+    with redis_server("--dir", str(tmp_path)) as server:
+        url = {"cache_url": f"redis://127.0.0.1:{server.port}"}
+        with engine_of(**url) as engine:
+            store_both(engine)
+            redis.Redis(port=server.port).save()
+            assert engine.contents.delete(None, **ALICE).pending == ()
+            assert not in_redis(server, said(SECRET))
+            server.kill()
+            server.start()
+            assert in_redis(server, said(SECRET))
+            guarded = engine._parts.store.tiers._below[0]
+            wait_for(lambda: guarded.tier is not None)
+            assert cached(engine, [*SECRET[:-1], 8], **ALICE) == 0
+            engine.flush()  # it has told the server the epoch again
+            with engine_of(**url) as fresh:
+                assert cached(fresh, SECRET[-50:], **ALICE) == 0
+                assert fresh._parts.store.epochs.of("alice") == 1
+
+
+@pytest.mark.servers
+@pytest.mark.alone
+def test_a_second_process_that_serves_from_memory_forgets_too(patient: None) -> None:
+    with redis_server() as server:
+        url = {"cache_url": f"redis://127.0.0.1:{server.port}"}
+        with engine_of(**url) as engine, engine_of(**url) as other:
+            store_both(engine)
+            assert cached(other, SECRET, **ALICE) == len(SECRET)
+            other.flush()
+            assert engine.contents.delete(None, **ALICE).pending == ()
+            assert cached(other, SECRET, **ALICE) == 0
+            assert cached(other, OTHERS, **BOB) == len(OTHERS)
+
+
+def test_an_owner_is_the_tenant_since_its_last_deletion_under_any_model() -> None:
+    spaces = [namespace(model, "t", None, epoch=1) for model in (b"one", b"two")]
+    assert spaces[0] != spaces[1]
+    assert {space[:16] for space in spaces} == {owner("t", 1)}
+    assert len({owner("t", 0), owner("t", 1), owner("t1", 0), owner("", 0)}) == 4
+
+
+def test_the_later_epoch_stays_in_a_shared_tier() -> None:
+    shared, key = FaultyTier(), epoch_key("t")
+    shared.set_epoch(key, 5)
+    shared.set_epoch(key, 3)
+    assert read_epoch(shared.get([key])[key]) == 5
+
+
+def test_namespaces_are_forgotten_with_their_last_chunk() -> None:
+    store = store_of()
+    for number in range(100):
+        space = namespace(b"model", str(number), None)
+        chunks = split(words(20, number), 8)
+        keys = derive(chunks, space)
+        commit(FakeSlots(20), chunks, keys, space, store)
+        for key in keys:
+            store.tiers.discard(key.prefix)
+            store.index.remove(key.prefix)
+    assert store.index.spaces() == []
+    assert not store.index._known_spaces
