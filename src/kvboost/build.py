@@ -54,6 +54,11 @@ class Parts:
             return self
         return replace(self, model=self.model.under(adapter))
 
+    def workload(self, tenant: str) -> str:
+        """Whose answers are judged together."""
+        name = self.model.adapter.name
+        return f"{tenant} under {name}" if name else tenant
+
     @property
     def variants(self) -> list[Parts]:
         """Those of all adapters and of none, once for each key space: names do not count."""

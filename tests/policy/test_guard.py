@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from kvboost.policy.guard import MOST_UNJUDGED, NUM_TRIALS, QualityGuard
+from kvboost.policy.guard import AGAIN_AFTER_S, MOST_UNJUDGED, NUM_TRIALS, QualityGuard
 
 
 def answers_until_exact(guard: QualityGuard, kl: float, most: int = 1000) -> int | None:
@@ -79,3 +79,25 @@ def test_an_abandoned_audit_is_asked_for_again() -> None:
     assert not guard.wants_audit("tenant")
     guard.abandon("tenant")
     assert guard.wants_audit("tenant")
+
+
+def test_a_workload_that_was_bad_is_tried_again_after_an_hour() -> None:
+    now = [0.0]
+    guard = QualityGuard(0.05, (0.1, 0.2), audit_ratio=0.0, clock=lambda: now[0])
+    assert answers_until_exact(guard, kl=0.3) == 2 * NUM_TRIALS
+    now[0] = AGAIN_AFTER_S + 1
+    assert guard.terms("tenant").ratio == 0.2  # the strongest
+    assert answers_until_exact(guard, kl=0.3) == NUM_TRIALS
+    now[0] *= 2.1
+    assert answers_until_exact(guard, kl=0.01) is None
+
+
+def test_past_workloads_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost.policy.guard.MOST_REMEMBERED", 10)
+    guard = QualityGuard(0.05, (0.1,), audit_ratio=0.0)
+    for number in range(100):
+        assert guard.wants_audit(str(number)) == (number < 8)  # audits that may wait
+    assert list(guard.snapshot()) == [str(number) for number in range(90, 100)]
+    for number in range(8):
+        guard.abandon(str(number))
+    assert guard.wants_audit("new")

@@ -88,7 +88,7 @@ def terms_of(request: Request, parts: Parts, *, is_refused: bool) -> tuple[Terms
         return Terms(request.reuse, request.tenant), ""
     if not parts.model.rotations:
         return Terms("exact", request.tenant), parts.model.rotation_refusal
-    allowed = parts.guard.terms(request.tenant)
+    allowed = parts.guard.terms(parts.workload(request.tenant))
     if not allowed.allows_moved:
         return Terms("exact", request.tenant), allowed.note
     return Terms("auto", request.tenant, allowed.ratio), allowed.note

@@ -41,13 +41,13 @@ def prepare_audit(
     if slots.exact_stop >= len(request.tokens) or not answer:
         return None
     is_one = isinstance(slots, Rows) or slots.batch_size == 1
-    if not is_one or not parts.guard.wants_audit(request.tenant):
+    if not is_one or not parts.guard.wants_audit(parts.workload(request.tenant)):
         return None
     try:
         whole = slots.joined() if isinstance(slots, Rows) else slots
         return prepare(whole, request.tokens, answer, parts, terms, prefilled.num_cached)
     except Exception:
-        parts.guard.abandon(request.tenant)
+        parts.guard.abandon(parts.workload(request.tenant))
         raise
 
 
@@ -73,16 +73,16 @@ def prepare(
 
 def carry_out(audit: Audit, parts: Parts) -> Iterator[None]:
     """Compute the same answer in full, step by step, and tell the guard how far it was away."""
-    tenant = audit.terms.tenant
+    workload = parts.workload(audit.terms.tenant)
     try:
         logits = yield from _full_logits(audit, parts)
     except Exception:
-        parts.guard.abandon(tenant)
+        parts.guard.abandon(workload)
         raise
     check = compare(logits, audit.logits, len(audit.tokens), audit.num_reused)
     log.info("audit: mean KL %.4f, top-1 %.2f", check.mean_kl, check.top1_ratio)
     parts.metrics.add("audits")
-    parts.guard.record(tenant, audit.terms.ratio, check.mean_kl, check.top1_ratio)
+    parts.guard.record(workload, audit.terms.ratio, check.mean_kl, check.top1_ratio)
 
 
 def _full_logits(audit: Audit, parts: Parts) -> Generator[None, None, torch.Tensor]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Sequence
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 log = logging.getLogger(__name__)
@@ -20,6 +21,12 @@ MOST_UNJUDGED = 64
 
 MOST_WAITING = 8
 """Audits that wait for idle time: each keeps the logits of an answer."""
+
+MOST_REMEMBERED = 10_000
+"""Workloads; the one that was not heard of for the longest time is forgotten."""
+
+AGAIN_AFTER_S = 3600.0
+"""After which a workload that exceeded the budget is tried again, at the highest ratio."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +47,35 @@ class _State:
     kls: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
     top1s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
     note: str = ""
+    closed_at: float = 0.0  # when moved text was taken away
 
 
 class QualityGuard:
-    """Raises the repair ratio of a tenant, then takes moved text away, when audits exceed a budget.
+    """Raises the repair ratio of a workload, then takes moved text away, as audits demand.
 
-    The first `NUM_TRIALS` answers at each ratio are audited, then a sampled share. Thread-safe.
+    A workload is a tenant's under one adapter. The first `NUM_TRIALS` answers at each ratio are
+    audited, then a sampled share. Thread-safe.
     """
 
-    def __init__(self, budget_kl: float, ratios: Sequence[float], audit_ratio: float) -> None:
+    def __init__(
+        self,
+        budget_kl: float,
+        ratios: Sequence[float],
+        audit_ratio: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._budget_kl, self._ratios, self._audit_ratio = budget_kl, tuple(ratios), audit_ratio
+        self._clock = clock
         self._lock = threading.Lock()
-        self._states: dict[str, _State] = {}
+        self._states: OrderedDict[str, _State] = OrderedDict()
         self._num_waiting = 0
 
     def terms(self, tenant: str) -> Allowance:
         """What holds for the next request."""
         with self._lock:
             state = self._states.get(tenant, _State())
+            if state.level == len(self._ratios) and self._clock() > state.closed_at + AGAIN_AFTER_S:
+                self._set_level(state, len(self._ratios) - 1, "")
             is_allowed, note = state.level < len(self._ratios), state.note
             if is_allowed and state.num_answers >= MOST_UNJUDGED and len(state.kls) < NUM_TRIALS:
                 is_allowed, note = False, "moved text waits for its first audits, in idle time"
@@ -70,7 +88,7 @@ class QualityGuard:
         Each audit that is wanted must end in `record` or `abandon`.
         """
         with self._lock:
-            state = self._states.setdefault(tenant, _State())
+            state = self._state(tenant)
             state.num_answers += 1
             sampled = int(state.num_answers * self._audit_ratio)
             is_sampled = sampled > int((state.num_answers - 1) * self._audit_ratio)
@@ -84,7 +102,7 @@ class QualityGuard:
     def record(self, tenant: str, ratio: float, kl: float, top1: float) -> None:
         """Take note of an audit, asked for by `wants_audit`, of an answer made at `ratio`."""
         with self._lock:
-            state = self._states.setdefault(tenant, _State())
+            state = self._state(tenant)
             state.num_waiting -= 1
             self._num_waiting -= 1
             if state.level >= len(self._ratios) or ratio != self._ratios[state.level]:
@@ -99,7 +117,7 @@ class QualityGuard:
     def abandon(self, tenant: str) -> None:
         """An audit that was asked for will not come."""
         with self._lock:
-            self._states[tenant].num_waiting -= 1
+            self._state(tenant).num_waiting -= 1
             self._num_waiting -= 1
 
     def snapshot(self) -> dict[str, dict[str, object]]:
@@ -117,14 +135,27 @@ class QualityGuard:
                 for tenant, state in self._states.items()
             }
 
+    def _state(self, tenant: str) -> _State:
+        state = self._states.setdefault(tenant, _State())
+        self._states.move_to_end(tenant)
+        if len(self._states) > MOST_REMEMBERED:
+            self._states.popitem(last=False)
+        return state
+
     def _raise_level(self, tenant: str, state: _State, mean: float) -> None:
-        state.level += 1
-        state.num_answers = 0
+        level = state.level + 1
         found = f"audits found a mean KL of {mean:.3f}, the budget is {self._budget_kl:.3f}"
-        if state.level < len(self._ratios):
-            state.note = f"repair ratio raised to {self._ratios[state.level]:.2f}: {found}"
-            state.kls.clear()
-            state.top1s.clear()
+        if level < len(self._ratios):
+            self._set_level(
+                state, level, f"repair ratio raised to {self._ratios[level]:.2f}: {found}"
+            )
         else:
+            state.level, state.closed_at = level, self._clock()
             state.note = f"moved text is not reused any more: {found}"
         log.warning("tenant %r: %s", tenant, state.note)
+
+    def _set_level(self, state: _State, level: int, note: str) -> None:
+        """Begin the trials of a ratio."""
+        state.level, state.num_answers, state.note = level, 0, note
+        state.kls.clear()
+        state.top1s.clear()
