@@ -6,6 +6,7 @@ import os
 import random
 import sys
 import threading
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -111,6 +112,8 @@ class FaultyTier(Tier):
             raise TierUnavailable("the tier is down")
         if self.fault == "frozen":
             self.thawed.wait()
+        if self.fault == "slow":
+            time.sleep(0.08)
 
 
 class FaultyDisk(FaultyTier, OwnTier):
