@@ -111,7 +111,10 @@ class Options:
     )
     tier_deadline_ms: int = field(
         default=500,
-        metadata=about("how long a tier below memory may deliver nothing before requests go on without it", low=1),
+        metadata=about(
+            "how long a tier below memory may deliver nothing before requests go on without it",
+            low=1,
+        ),
     )
     max_chunks: int | None = field(
         default=None, metadata=about("the most chunks to keep in memory; None: no limit", low=1)

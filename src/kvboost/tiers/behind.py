@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvboost.core import FrameKey
+from kvboost.errors import TierUnavailable
 from kvboost.metrics import Metrics
 from kvboost.tiers.base import Tier
 from kvboost.tiers.epochs import Erasure
@@ -161,7 +162,13 @@ class WriteBehind:
     def _put_off(self, error: Exception) -> None:
         """Leave a tier alone for a while that cannot be written."""
         if self._pause_s == FIRST_PAUSE_S:
-            log.warning("cache tier %s cannot be written: %s", self._name, error)
+            is_foreseen = isinstance(error, (TierUnavailable, OSError))
+            log.warning(
+                "cache tier %s cannot be written: %s",
+                self._name,
+                error,
+                exc_info=None if is_foreseen else error,
+            )
         self._again_at = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._failed(error)

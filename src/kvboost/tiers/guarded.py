@@ -223,7 +223,13 @@ class GuardedTier:
         if self._is_up:
             self._retry_at = time.monotonic() + self._pause_s
             self._is_up = False
-            log.warning("cache tier %s failed, going on without it: %s", self.name, error)
+            is_foreseen = isinstance(error, (TierUnavailable, OSError))
+            log.warning(
+                "cache tier %s failed, going on without it: %s",
+                self.name,
+                error,
+                exc_info=None if is_foreseen else error,
+            )
             # A tier that answers probes but no requests is asked less and less often.
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             # The answer may just have come: then the reading thread waits for a job by now.

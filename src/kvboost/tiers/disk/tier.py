@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
 
@@ -77,6 +77,7 @@ class DiskTier(OwnTier):
         self.num_unreadable = 0  # records of the index, or frames that they lead to
         self._left: list[FrameKey] = []  # to make room, and nobody was told yet
         self._epochs: dict[FrameKey, int] = {}
+        self._is_log_stuck = False  # it could not be shortened
         with unavailable_on_error():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock_file = take_lock(folder)
@@ -383,11 +384,21 @@ class DiskTier(OwnTier):
         with self._lock:
             for num_bytes in (HEAD_GUESS_BYTES, MAX_HEAD_BYTES):
                 segment = self._segments[place.segment]
-                with suppress(FrameError, OSError):
+                try:
                     return read(segment.read(place.offset, min(num_bytes, place.num_bytes)))
+                except FrameError:
+                    continue
+                except OSError as error:
+                    log.warning("%s: a frame cannot be read: %s", self._folder, error)
         return None
 
     def _shorten_log(self) -> None:
         if self._log.num_records > 2 * (len(self._places) + len(self._epochs)) + 256:
-            with suppress(OSError):  # then it stays long for now
+            try:
                 self._log.rewrite(self._places, self._epochs)
+            except OSError as error:
+                if not self._is_log_stuck:
+                    log.warning("%s: the index log stays long for now: %s", self._folder, error)
+                self._is_log_stuck = True
+            else:
+                self._is_log_stuck = False
