@@ -168,7 +168,7 @@ def tiers() -> str:
         drawing.text(x - 10, (low + high) / 2 + 5, words, "small end")
         behind = "stored" if low == 108 else "written after the answer"
         drawing.text(x + 50, (low + high) / 2 + 5, behind, "small")
-    bound = "A tier that is down is a miss after tier_deadline_ms at most; a slow one supplies what arrives in time."
+    bound = "A dead tier is a miss after tier_deadline_ms; a slow one supplies what comes in time."
     drawing.text(WIDTH / 2, 312, bound, "small mid")
     return drawing.svg()
 
