@@ -13,11 +13,12 @@ import redis
 
 from fakes import FakeSlots, FaultyDisk, FaultyTier, WordTokenizer, store_of, words
 from kvboost import KVBoost
+from kvboost.errors import TierUnavailable
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
 from kvboost.reuse.store import commit
 from kvboost.tiers import stack, urls
-from kvboost.tiers.epochs import epoch_key, owner, read_epoch
+from kvboost.tiers.epochs import epoch_key, owner
 from servers import Server, redis_server
 from tiny_models import SUPPORTED, build
 
@@ -158,7 +159,7 @@ def test_a_disk_that_is_down_keeps_its_deletion_pending(
         assert deletion.num_deleted == 7 and len(deletion.pending) == 1
         assert cached(engine, SECRET, **ALICE) == 0
         disk.fault = ""
-        wait_for(lambda: not any(said(SECRET) in frame for frame in disk.frames.values()))
+        wait_for(lambda: not any(owner("alice", 0) in frame for frame in disk.frames.values()))
         assert cached(engine, OTHERS, **BOB) == len(OTHERS)
 
 
@@ -205,6 +206,46 @@ def test_redis_restarted_after_a_tenant_was_deleted(patient: None, tmp_path: Pat
                 assert fresh._parts.store.epochs.of("alice") == 1
 
 
+def test_a_deletion_is_not_lost_on_a_process_that_did_not_know_the_epoch() -> None:
+    """It deletes while the shared tier is down; others had deleted before, and stored since."""
+    shared = FaultyTier()
+    store = store_of(below=[shared], deadline_s=1.0)
+    store.tiers._below[0]._fail(TierUnavailable("down"))
+    shared.raise_epoch(epoch_key("t"), 3)
+    assert store.delete_all("t", store.tiers.patience()) == 0
+    assert store.epochs.of("t") == 1
+    wait_for(lambda: shared.epoch(epoch_key("t")) == 4)
+    assert store.tiers.not_erased(10) == [] and store.epochs.of("t") == 4
+    store.tiers.close()
+
+
+def test_a_tier_that_does_not_answer_has_no_epoch_overwritten() -> None:
+    shared = FaultyTier()
+    store = store_of(below=[shared], deadline_s=0.1)
+    store.epochs.learn(epoch_key("t"), 1)
+    shared.raise_epoch(epoch_key("t"), 2)
+    shared.fault = "frozen"
+    store.refresh("t", store.tiers.patience())
+    shared.fault = ""
+    shared.thawed.set()
+    wait_for(lambda: store.tiers.stats()["faulty-0"]["is_up"])
+    store.refresh("t", store.tiers.patience())
+    assert store.epochs.of("t") == shared.epoch(epoch_key("t")) == 2
+    store.tiers.close()
+
+
+@pytest.mark.servers
+@pytest.mark.alone
+def test_a_redis_that_lets_keys_expire_keeps_epochs(patient: None) -> None:
+    with redis_server() as server:
+        client, key = redis.Redis(port=server.port), b"kvboost:" + epoch_key("alice")
+        with engine_of(cache_url=f"redis://127.0.0.1:{server.port}?ttl_s=100") as engine:
+            store_both(engine)
+            assert engine.contents.delete(None, **ALICE).pending == ()
+            assert cached(engine, SECRET, **ALICE) == 0
+            assert client.get(key) == b"1" and client.ttl(key) == -1
+
+
 @pytest.mark.servers
 @pytest.mark.alone
 def test_a_second_process_that_serves_from_memory_forgets_too(patient: None) -> None:
@@ -228,9 +269,9 @@ def test_an_owner_is_the_tenant_since_its_last_deletion_under_any_model() -> Non
 
 def test_the_later_epoch_stays_in_a_shared_tier() -> None:
     shared, key = FaultyTier(), epoch_key("t")
-    shared.set_epoch(key, 5)
-    shared.set_epoch(key, 3)
-    assert read_epoch(shared.get([key])[key]) == 5
+    assert shared.raise_epoch(key, 5) == 0
+    assert shared.raise_epoch(key, 3) == 5
+    assert shared.epoch(key) == 5
 
 
 def test_namespaces_are_forgotten_with_their_last_chunk() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ import numpy as np
 from kvboost.build import Parts
 from kvboost.core import TOKEN_BYTES, Chunk, FrameKey, ReusePlan, Span
 from kvboost.engine.prefill import Terms, bring, named_chunks, pin, space_of
-from kvboost.engine.worker import Worker
 from kvboost.reuse.lookup import find_moved
 
 if TYPE_CHECKING:
@@ -37,11 +35,10 @@ class Deletion:
 
 @dataclass(frozen=True)
 class Contents:
-    """The stored chunks, under whatever adapter. Calls wait for their turn between requests."""
+    """The stored chunks, under whatever adapter. Calls from any thread."""
 
     _parts: Parts
     _tokenizer: Any
-    _worker: Worker
 
     def chunks(self, tenant: str, limit: int) -> list[dict[str, Any]]:
         """Some chunks of a tenant, at most `limit`, with the beginning of their text."""
@@ -62,18 +59,17 @@ class Contents:
 
     def pin(self, tokens: list[int], *, tenant: str, ttl_s: float | None) -> int:
         """Keep the stored chunks of a text from leaving; how many they are."""
-        works = [
-            partial(pin, tokens, each, tenant=tenant, ttl_s=ttl_s) for each in self._parts.variants
-        ]
-        return sum(map(self._worker.call, works))
+        return sum(pin(tokens, each, tenant=tenant, ttl_s=ttl_s) for each in self._parts.variants)
 
     def delete(self, tokens: list[int] | None, *, tenant: str) -> Deletion:
         """Forget the stored chunks of a text, or all that the tenant has, in every tier.
 
-        Pinned ones too. What the tenant had is not found any more from now on, by no process once
-        it has asked the shared tier. Other processes may have copies of a single text in memory.
+        Pinned ones too. What the tenant had is not found any more from now on, by any process that
+        reaches the shared tier. Other processes may have copies of a single text in memory.
         """
         store = self._parts.store
+        if tokens == []:
+            return Deletion(0)
         if tokens is None:
             num_deleted = store.delete_all(tenant, store.tiers.patience())
         else:
@@ -101,6 +97,6 @@ class Contents:
 
 
 def _with_one_more(chunks: list[Chunk]) -> list[Chunk]:
-    """The last token of a prompt is never looked up: a token more, so that the text is, whole."""
+    """The same with a dummy token, because lookup never matches the last one."""
     stop = chunks[-1].span.stop
     return [*chunks, Chunk(Span(stop, stop + 1), bytes(TOKEN_BYTES))]

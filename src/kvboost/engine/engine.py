@@ -591,7 +591,7 @@ class KVBoost:
             >>> engine.contents.delete(None, tenant="")  # all of this tenant
             Deletion(num_deleted=1, pending=())
         """
-        return Contents(self._parts, self.tokenizer, self._worker)
+        return Contents(self._parts, self.tokenizer)
 
     @property
     def fingerprint(self) -> str:
@@ -649,8 +649,8 @@ class KVBoost:
             Traceback (most recent call last):
             kvboost.errors.KVBoostError: the engine is closed
         """
-        self._worker.close()
         self._calls.close()
+        self._worker.close()
         self._parts.model.release()
 
     def __enter__(self) -> Self:

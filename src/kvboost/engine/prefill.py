@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 import numpy as np
 
 from kvboost.build import Parts
+from kvboost.codecs.frame import OWNER_BYTES
 from kvboost.core import (
     Chunk,
     ChunkKeys,
@@ -17,6 +18,7 @@ from kvboost.core import (
     Match,
     MatchKind,
     Namespace,
+    Owner,
     ReuseMode,
     ReusePlan,
     Span,
@@ -266,18 +268,24 @@ def keep(
     if prefilled.space != space_of(tenant, parts):
         return
     exact = tokens[: slots.exact_stop]
+    space = prefilled.space
     if exact:
-        chunks, keys, space = named_chunks(exact, parts, tenant)
-        commit(slots, chunks, keys, space, parts.store, sensitivities)
-    if slots.exact_stop >= len(tokens):
-        return
+        chunks = _split(exact, parts)
+        commit(slots, chunks, derive(chunks, space), space, parts.store, sensitivities)
+    if slots.exact_stop < len(tokens):
+        _keep_approximate(prefilled, tokens, parts)
+    if space != space_of(tenant, parts):  # deleted meanwhile
+        parts.store.delete(parts.store.index.owned_by([Owner(space[:OWNER_BYTES])]))
+
+
+def _keep_approximate(prefilled: Prefilled[S], tokens: Sequence[int], parts: Parts) -> None:
+    slots, space = prefilled.slots, prefilled.space
     plan = prefilled.plan
     live = [span for span in plan.live if span.start >= slots.exact_stop]
     live[-1] = Span(live[-1].start, len(tokens))
     for span in live:
         if len(span) >= LEAST_MOVED_TOKENS and span.start < plan.approximate_start:
             chunks = _split(tokens[span.start : span.stop], parts, first=span.start)
-            space = space_of(tenant, parts)
             names = [content_key(chunk.tokens, space) for chunk in chunks]
             commit_approximate(slots, chunks, names, space, parts.store)
 

@@ -57,6 +57,12 @@ class Request:
             log.exception("loading failed, going on without")
             return {}
 
+    def stop_loading(self) -> None:
+        """Let go of what was loaded: files stay mapped until then."""
+        if self.loading is not None and not self.loading.cancel() and self.loading.done():
+            if self.loading.exception() is None:
+                self.loading.result().clear()
+
     def streamed(self, emit: Callable[[str], None], cancelled: threading.Event) -> Request:
         """The same request with a listener and a way to stop it."""
         return replace(self, emit=emit, cancelled=cancelled)

@@ -151,4 +151,5 @@ def _base_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 def _weight_of(model: PreTrainedModel, getter: str) -> str:
     """The name of the weight of an embedding."""
     wanted = getattr(model, getter)()
-    return next(f"{path}.weight" for path, module in model.named_modules() if module is wanted)
+    found = (f"{path}.weight" for path, module in model.named_modules() if module is wanted)
+    return next(found, "")

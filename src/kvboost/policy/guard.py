@@ -73,7 +73,7 @@ class QualityGuard:
     def terms(self, tenant: str) -> Allowance:
         """What holds for the next request."""
         with self._lock:
-            state = self._states.get(tenant, _State())
+            state = self._state(tenant) if tenant in self._states else _State()
             if state.level == len(self._ratios) and self._clock() > state.closed_at + AGAIN_AFTER_S:
                 self._set_level(state, len(self._ratios) - 1, "")
             is_allowed, note = state.level < len(self._ratios), state.note

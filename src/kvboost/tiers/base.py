@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from kvboost.codecs.frame import Head
 from kvboost.core import FrameKey, Owner
-from kvboost.tiers.epochs import read_epoch, write_epoch
+from kvboost.errors import TierUnavailable
+from kvboost.tiers.epochs import check_epoch, read_epoch, write_epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +56,22 @@ class Tier(ABC):
         """
         self.discard(keys)
 
-    def set_epoch(self, key: FrameKey, epoch: int) -> None:
-        """Keep the epoch of a tenant, for good, unless a later one is here."""
+    def epoch(self, key: FrameKey) -> int:
+        """The epoch of a tenant that is kept here, 0 if there is none."""
         found = self.get([key]).get(key)
-        if found is None or read_epoch(found) < epoch:
+        if found is None:
+            return 0
+        check_epoch(found, key)
+        return read_epoch(found)
+
+    def raise_epoch(self, key: FrameKey, epoch: int) -> int:
+        """Keep the epoch of a tenant for good, unless a later one is here; the one before."""
+        before = self.epoch(key)
+        if before < epoch:
             self.discard([key])  # where a store keeps the first value of a key
-            self.put({key: write_epoch(key, epoch)})
+            if self.put({key: write_epoch(key, epoch)}):
+                raise TierUnavailable("there is no room for an epoch")
+        return before
 
     @abstractmethod
     def stats(self) -> TierStats:

@@ -43,9 +43,9 @@ class _Job:
 
 
 class WriteBehind:
-    """Writes, discards and erases in the order they were asked for.
+    """Writes and discards in the order they were asked for; a fault drops them.
 
-    A fault drops writes and discards. What is to be erased is tried again until it is.
+    What is to be erased follows what was asked for before it, and is tried again until it is done.
     """
 
     def __init__(
@@ -69,6 +69,9 @@ class WriteBehind:
         self._metrics = metrics
         self._jobs: deque[_Job | Erasure] = deque()
         self._owed: list[Erasure] = []  # that could not be done yet
+        self._num_erasures = 0  # owed, or among the jobs
+        self._raised: set[Erasure] = set()  # owed ones whose epoch the tier has
+        self._erase_at, self._erase_pause_s = 0.0, FIRST_PAUSE_S
         self._changed = threading.Condition()
         self._is_busy = False
         self._is_closed = False
@@ -96,16 +99,14 @@ class WriteBehind:
 
     def erase(self, erasure: Erasure) -> None:
         """Have something gone below for good, however long that takes."""
+        with self._changed:
+            self._num_erasures += 1
         self._add(erasure)
 
     def wait_until_erased(self, timeout_s: float) -> bool:
         """Wait until nothing is left to erase; whether that is so."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._is_owing, timeout_s)
-
-    @property
-    def _is_owing(self) -> bool:
-        return bool(self._owed) or any(isinstance(job, Erasure) for job in self._jobs)
+            return self._changed.wait_for(lambda: not self._num_erasures, timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing is left to do; whether that is so."""
@@ -130,14 +131,16 @@ class WriteBehind:
             with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
-                pause_s = self._pause_s if self._owed else None
+                pause_s = self._erase_pause_s if self._owed else None
                 self._changed.wait_for(lambda: self._jobs or self._is_closed, pause_s)
                 is_over = self._is_closed and not self._jobs
                 self._is_busy = bool(self._jobs)
                 if self._jobs and isinstance(self._jobs[0], Erasure):
                     self._owed.append(self._jobs[0])
                     self._jobs.popleft()
-            self._erase()
+                    self._erase_at = 0.0
+            if is_over or time.monotonic() >= self._erase_at:
+                self._erase()
             if is_over:
                 return
             if self._jobs and not isinstance(self._jobs[0], Erasure):
@@ -146,17 +149,25 @@ class WriteBehind:
     def _erase(self) -> None:
         """Do what is owed, if the tier works."""
         tier = self._tier()
-        while self._owed and tier is not None and time.monotonic() >= self._again_at:
-            erasure = self._owed[0]
+        for erasure in list(self._owed) if tier is not None else ():
+            assert tier is not None
             try:
-                if erasure.epoch is not None:
-                    tier.set_epoch(*erasure.epoch)
+                if erasure.epoch is not None and erasure not in self._raised:
+                    before = tier.raise_epoch(*erasure.epoch)
+                    self._raised.add(erasure)
+                    if before >= erasure.epoch[1]:
+                        erasure.outdated(before)
                 tier.erase(erasure.keys, erasure.owners)
             except Exception as error:
-                self._put_off(error)
+                log.info("cache tier %s could not erase yet: %s", self._name, error)
+                self._erase_at = time.monotonic() + self._erase_pause_s
+                self._erase_pause_s = min(2 * self._erase_pause_s, LONGEST_PAUSE_S)
                 return
+            self._erase_pause_s = FIRST_PAUSE_S
             with self._changed:
                 self._owed.remove(erasure)
+                self._raised.discard(erasure)
+                self._num_erasures -= 1
                 self._changed.notify_all()
 
     def _put_off(self, error: Exception) -> None:

@@ -7,7 +7,8 @@ by any process that knows: one small value in a shared tier tells them all.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -16,19 +17,22 @@ from xxhash import xxh3_64_digest
 from kvboost.codecs.frame import OWNER_BYTES, FrameError
 from kvboost.core import ContentKey, FrameKey, Owner
 
+MOST_PAST = 64  # epochs whose frames are looked for
 _BODY = struct.Struct("<Q")  # the epoch; a checksum follows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Erasure:
     """What is to be gone from a tier: frames by their keys, and all frames of some owners.
 
-    With `epoch`, the tier first takes note of a tenant's new one, by its key.
+    With `epoch`, the tier keeps a tenant's new one, by its key. If the tier has that epoch or a
+    later one already, `outdated` is told: somebody else has deleted, and stored since.
     """
 
     keys: frozenset[FrameKey] = frozenset()
     owners: frozenset[Owner] = frozenset()
     epoch: tuple[FrameKey, int] | None = None
+    outdated: Callable[[int], object] = lambda _: None
 
 
 @dataclass
@@ -36,6 +40,7 @@ class Epochs:
     """The epochs that this process knows, of tenants that had something deleted."""
 
     _known: dict[FrameKey, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def of(self, tenant: str) -> int:
         """0: nothing was ever deleted, as far as this process knows."""
@@ -46,8 +51,9 @@ class Epochs:
         return dict(self._known)
 
     def learn(self, key: FrameKey, epoch: int) -> None:
-        """Take note of an epoch; an older one is forgotten."""
-        self._known[key] = max(epoch, self._known.get(key, 0))
+        """Take note of an epoch, unless a later one is known."""
+        with self._lock:
+            self._known[key] = max(epoch, self._known.get(key, 0))
 
 
 def owner(tenant: str, epoch: int) -> Owner:
@@ -57,9 +63,9 @@ def owner(tenant: str, epoch: int) -> Owner:
     return Owner(digest.digest()[:OWNER_BYTES])
 
 
-def past_owners(tenant: str, epoch: int) -> Sequence[Owner]:
-    """What the tenant was in all epochs before this one."""
-    return [owner(tenant, past) for past in range(epoch)]
+def past_owners(tenant: str, known: int, epoch: int) -> list[Owner]:
+    """What the tenant was from a known epoch on until before this one."""
+    return [owner(tenant, past) for past in range(max(known, epoch - MOST_PAST), epoch)]
 
 
 def epoch_key(tenant: str) -> FrameKey:

@@ -23,11 +23,12 @@ from kvboost.errors import ConfigError, TierUnavailable
 from kvboost.metrics import Metrics
 from kvboost.tiers.base import OwnTier, Tier, TierStats
 from kvboost.tiers.behind import FIRST_PAUSE_S, LONGEST_PAUSE_S, Source, WriteBehind
+from kvboost.tiers.epochs import check_epoch
 
 CLOSING_S = 10.0  # what closing waits for writes
 BATCH_BYTES = 8 << 20  # of frames that a tier is asked for at once
 NOTES_AT_ONCE = 512
-SILENT = 0.9  # of the deadline: a request that waited all of it began before the tier did
+SILENT = 0.9  # of the deadline: a request's clock starts a little before that of its read
 PROBE = PrefixKey(b"kvboost probe".ljust(32, b"."))  # nothing is ever stored under it
 
 Check: TypeAlias = Callable[[memoryview, FrameKey], object]
@@ -66,6 +67,9 @@ class _Read:
     batches: Iterator[Sequence[FrameKey]]
     check: Check
     are_frames: bool
+    epoch_key: FrameKey | None = None
+    epoch: int | None = None
+    began_at: int | None = None  # bytes that the tier had read by then
     found: dict[FrameKey, memoryview] = field(default_factory=dict)
     done: threading.Event = field(default_factory=threading.Event)
     is_abandoned: bool = False
@@ -160,14 +164,21 @@ class GuardedTier:
         batches = (keys[start : start + NOTES_AT_ONCE] for start in starts)
         return self._get(_Read(batches, check, are_frames=False), patience) if keys else {}
 
+    def epoch(self, key: FrameKey, patience: Patience) -> int | None:
+        """The epoch of a tenant; None if the tier does not answer."""
+        read = _Read(iter(()), check_epoch, are_frames=False, epoch_key=key)
+        self._get(read, patience)
+        return read.epoch
+
     def _get(self, read: _Read, patience: Patience) -> dict[FrameKey, memoryview]:
         tier = self.tier
         if tier is None or patience.is_over:
             return {}
-        num_bytes, read_before = patience.num_bytes, tier.bytes_read
+        num_bytes = patience.num_bytes
         self._jobs.put(partial(self._carry_out, read))
         while not read.done.wait(min(patience.left_s, self._deadline_s - self._silence_s())):
-            came = max(tier.bytes_read - read_before, _size(read.found))
+            came = 0 if read.began_at is None else tier.bytes_read - read.began_at
+            came = max(came, _size(read.found))
             patience.num_bytes = num_bytes + came
             if self._silence_s() >= SILENT * self._deadline_s:
                 self._fail(TierUnavailable("no answer in time"))
@@ -298,6 +309,11 @@ class GuardedTier:
 
     def _carry_out(self, read: _Read) -> None:
         try:
+            if self._tier is not None and not read.is_abandoned:
+                read.began_at = self._tier.bytes_read
+                if read.epoch_key is not None:
+                    read.epoch = self._tier.epoch(read.epoch_key)
+                    self._num_batches += 1
             for batch in read.batches:
                 if read.is_abandoned or self._tier is None:
                     return

@@ -156,7 +156,7 @@ class ChunkIndex:
         """The keys of all entries of some owners."""
         with self._lock:
             numbers = {n for s, n in self._space_numbers.items() if s[:OWNER_BYTES] in owners}
-            rows = enumerate(self._tokens)
+            rows = enumerate(self._tokens) if numbers else ()
             return [
                 self._key(row)
                 for row, said in rows

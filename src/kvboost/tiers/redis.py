@@ -35,6 +35,11 @@ _TLS_OPTIONS = (
 _IN_FLIGHT_BYTES = 8 << 20
 _MAX_IN_FLIGHT = 64
 _KEYS_PER_UNLINK = 1024
+_RAISE = b"""
+local before = tonumber(redis.call('GET', KEYS[1]) or '0')
+if before < tonumber(ARGV[1]) then redis.call('SET', KEYS[1], ARGV[1]) end
+return before
+"""
 _READ_BYTES = 128 << 10
 _JOINED_BYTES = 16 << 10  # a smaller piece is copied to its neighbours: a system call costs more
 
@@ -136,6 +141,19 @@ class RedisTier(Tier):
             self.discard(PrefixKey(name[len(self._prefix) :]) for name in gone)
             if cursor == b"0":
                 return
+
+    def epoch(self, key: FrameKey) -> int:
+        """Never expires, and is not put off by reading."""
+        with self._connection() as connection:
+            connection.send_packed_command(_wire([(b"GET", self._prefix + key)]))
+            return int(connection.read_response() or 0)
+
+    def raise_epoch(self, key: FrameKey, epoch: int) -> int:
+        """At once, whoever else does the same."""
+        command = (b"EVAL", _RAISE, b"1", self._prefix + key, b"%d" % epoch)
+        with self._connection() as connection:
+            connection.send_packed_command(_wire([command]))
+            return int(connection.read_response())
 
     def stats(self) -> TierStats:
         """Nothing is known here of what others have stored."""

@@ -77,11 +77,6 @@ class TierStack:
         """Whether there may be more below memory than this process knows of."""
         return any(not guarded.is_own for guarded in self._below)
 
-    @property
-    def is_shared_up(self) -> bool:
-        """Whether a shared tier works now."""
-        return self._shared() is not None
-
     def patience(self, num_bytes: int = 0, compute_s: float | None = None) -> Patience:
         """That of a request which starts now.
 
@@ -197,15 +192,30 @@ class TierStack:
             guarded.behind.discard(key)
         return True
 
-    def erase(self, erasure: Erasure) -> None:
-        """Have frames gone from all tiers for good; those below are done later, and surely."""
+    def erase(self, erasure: Erasure, *, is_told: bool = False) -> None:
+        """Have frames gone from all tiers for good; those below follow later.
+
+        `is_told` says that another process has them erased from the shared tiers.
+        """
         with self._lock:
             self._mapped = {k: v for k, v in self._mapped.items() if k not in erasure.keys}
         self.raise_mapped()  # nothing can be erased from files that are mapped
         self.memory.unpin(erasure.keys)
         self.memory.discard(erasure.keys)
         for guarded in self._below:
-            guarded.behind.erase(erasure)
+            if guarded.is_own or not is_told:
+                guarded.behind.erase(erasure)
+
+    def epoch(self, key: FrameKey, patience: Patience) -> int | None:
+        """The epoch in the shared tier; None if that does not answer."""
+        shared = self._shared()
+        return None if shared is None else shared.epoch(key, patience)
+
+    def raise_epoch(self, key: FrameKey, epoch: int) -> None:
+        """Have shared tiers know an epoch that they have lost."""
+        for guarded in self._below:
+            if not guarded.is_own:
+                guarded.behind.erase(Erasure(epoch=(key, epoch)))
 
     def not_erased(self, timeout_s: float) -> list[str]:
         """The tiers that still have something to erase after so long."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,11 +19,8 @@ from kvboost.tiers.base import OwnTier, Tier
 from kvboost.tiers.epochs import (
     Epochs,
     Erasure,
-    check_epoch,
     epoch_key,
     past_owners,
-    read_epoch,
-    write_epoch,
 )
 from kvboost.tiers.guarded import Patience
 from kvboost.tiers.index import ChunkIndex
@@ -75,12 +72,11 @@ class ChunkStore:
     def refresh(self, tenant: str, patience: Patience) -> None:
         """Learn whether another process has deleted what the tenant had."""
         key, known = epoch_key(tenant), self.epochs.of(tenant)
-        found = self.tiers.get_notes([key], check_epoch, patience)
-        epoch = read_epoch(found[key]) if key in found else 0
-        if epoch > known:
-            self._begin_epoch(tenant, epoch)
-        elif epoch < known and self.tiers.is_shared_up:  # the server has lost it
-            self.tiers.put_notes({key: write_epoch(key, known)})
+        epoch = self.tiers.epoch(key, patience)
+        if epoch is not None and epoch > known:
+            self._begin_epoch(tenant, epoch, is_told=True)
+        elif epoch is not None and epoch < known:  # the server has lost it
+            self.tiers.raise_epoch(key, known)
 
     def delete_all(self, tenant: str, patience: Patience) -> int:
         """Forget everything of a tenant, in every tier and process; how many chunks were known."""
@@ -96,11 +92,19 @@ class ChunkStore:
             self.index.remove(key)
         return len(known)
 
-    def _begin_epoch(self, tenant: str, epoch: int) -> int:
-        key, owners = epoch_key(tenant), past_owners(tenant, epoch)
+    def _begin_epoch(self, tenant: str, epoch: int, *, is_told: bool = False) -> int:
+        """Forget what the tenant had; `is_told`: another process began the epoch."""
+        key, owners = epoch_key(tenant), past_owners(tenant, self.epochs.of(tenant), epoch)
         self.epochs.learn(key, epoch)
         keys = self.index.owned_by(owners)
-        self.tiers.erase(Erasure(frozenset(keys), frozenset(owners), (key, epoch)))
+
+        def delete_later_ones(there: int) -> None:
+            """Somebody began this epoch before us, and things were stored since."""
+            self._begin_epoch(tenant, max(there, self.epochs.of(tenant)) + 1)
+
+        outdated: Callable[[int], object] = (lambda _: None) if is_told else delete_later_ones
+        erasure = Erasure(frozenset(keys), frozenset(owners), (key, epoch), outdated)
+        self.tiers.erase(erasure, is_told=is_told)
         for each in keys:
             self.index.remove(each)
         return len(keys)

@@ -352,8 +352,7 @@ class Batch:
         elif member in self._waiting:
             self._waiting.remove(member)
         self._live.remove(member.owner)
-        if member.request.loading is not None:
-            member.request.loading.cancel()  # if it did not begin yet
+        member.request.stop_loading()
         member.give_back_place()
 
 

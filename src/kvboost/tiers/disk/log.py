@@ -97,6 +97,10 @@ class IndexLog:
         self.close()
         self._file, self.num_records = log._file, log.num_records
 
+    def sync(self) -> None:
+        """Have all of it outlive a power cut."""
+        os.fsync(self._file)
+
     @property
     def size_bytes(self) -> int:
         """Size of the file."""
@@ -141,7 +145,9 @@ def _decode(record: bytes) -> Change | None:
         return Put(PrefixKey(key), Place(segment, offset, num_bytes))
     if kind == _EPOCH:
         return Epoch(PrefixKey(key), offset)
-    return Drop(PrefixKey(key)) if kind == _DROP else Free(segment)
+    if kind == _DROP:
+        return Drop(PrefixKey(key))
+    return Free(segment) if kind == _FREE else None
 
 
 def _write_all(file: int, data: bytes) -> None:

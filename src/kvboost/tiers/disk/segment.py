@@ -6,7 +6,7 @@ import errno
 import mmap
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -15,7 +15,7 @@ from weakref import WeakSet
 import numpy as np
 
 from kvboost.codecs.frame import HEAD_BYTES, KEY_AT, MAGIC, allocate, owner_of, size_of
-from kvboost.core import FrameKey, Owner, PrefixKey
+from kvboost.core import FrameKey, Owner, PrefixKey, Span
 from kvboost.madvise import POPULATE_READ, madvise
 
 BLOCK_BYTES = mmap.ALLOCATIONGRANULARITY  # frames start where they can be mapped
@@ -77,12 +77,11 @@ class Segment:
         while data:
             data = data[self.file.write(data) :]
 
-    def wipe(self, keys: Collection[FrameKey], owners: Collection[Owner]) -> list[FrameKey]:
-        """Overwrite the frames of some keys and owners with zeros; the keys of these."""
-        gone: list[FrameKey] = []
-        file = self.file.fileno()
+    def find(self, keys: Collection[FrameKey], owners: Collection[Owner]) -> dict[Span, FrameKey]:
+        """Where frames of some keys and owners lie, also if they were dropped before."""
+        found: dict[Span, FrameKey] = {}
         for start in range(0, self.size_bytes, SCAN_BYTES):
-            piece = os.pread(file, SCAN_BYTES, start)
+            piece = os.pread(self.file.fileno(), SCAN_BYTES, start)
             for at in range(0, len(piece) - HEAD_BYTES, BLOCK_BYTES):
                 if not piece.startswith(MAGIC, at):
                     continue
@@ -90,10 +89,16 @@ class Segment:
                 key = PrefixKey(bytes(head[KEY_AT : KEY_AT + 32]))
                 if key in keys or owner_of(head) in owners:
                     stop = min(start + at + size_of(head), self.size_bytes)
-                    for offset in range(start + at, stop, SLICE_BYTES):
-                        os.pwrite(file, bytes(min(SLICE_BYTES, stop - offset)), offset)
-                    gone.append(key)
-        return gone
+                    found[Span(start + at, stop)] = key
+        return found
+
+    def wipe(self, spans: Iterable[Span]) -> None:
+        """Overwrite parts of the file with zeros, for good."""
+        for span in spans:
+            for offset in range(span.start, span.stop, SLICE_BYTES):
+                zeros = bytes(min(SLICE_BYTES, span.stop - offset))
+                os.pwrite(self.file.fileno(), zeros, offset)
+        os.fsync(self.file.fileno())
 
 
 def _for_owner(path: str, flags: int) -> int:

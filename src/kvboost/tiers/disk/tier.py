@@ -129,28 +129,43 @@ class DiskTier(OwnTier):
     def erase(self, keys: Collection[FrameKey], owners: Collection[Owner]) -> None:
         """Forget frames and overwrite their bytes, also those of copies that were dropped before.
 
+        Only the writing thread calls this, so that nothing is written while it looks.
+
         Raises:
-            TierUnavailable: somebody reads from a file right now.
+            TierUnavailable: somebody reads from a file; what lies in others is erased.
         """
         self.discard(keys)
-        for number in list(self._segments):
+        num_in_use = 0
+        for segment in list(self._segments.values()):
+            with unavailable_on_error():
+                found = segment.find(keys, owners)
             with self._lock, unavailable_on_error():
-                segment = self._segments.get(number)
-                if segment is None:
+                if found and segment.readers:
+                    num_in_use += 1
                     continue
-                if segment.readers:
-                    raise TierUnavailable(f"{self._folder}: a segment is being read")
-                gone = segment.wipe(keys, owners)
-                held = [key for key in gone if key in segment.keys]
+                held = [key for key in found.values() if key in segment.keys]
                 for key in held:
                     self._forget(key)
                 self._log.append(map(Drop, held))
+                segment.wipe(found)
+        with unavailable_on_error():
+            self._log.sync()
+        if num_in_use:
+            raise TierUnavailable(f"{self._folder}: {num_in_use} segments are being read")
 
-    def set_epoch(self, key: FrameKey, epoch: int) -> None:
+    def epoch(self, key: FrameKey) -> int:
+        """The epoch in the log."""
+        return self._epochs.get(key, 0)
+
+    def raise_epoch(self, key: FrameKey, epoch: int) -> int:
         """Keep the epoch of a tenant in the log."""
-        with self._lock, unavailable_on_error():
-            self._epochs[key] = max(epoch, self._epochs.get(key, 0))
-            self._log.append([Epoch(key, self._epochs[key])])
+        before = self.epoch(key)
+        if before < epoch:
+            with self._lock, unavailable_on_error():
+                self._log.append([Epoch(key, epoch)])
+                self._log.sync()
+                self._epochs[key] = epoch
+        return before
 
     def epochs(self) -> Mapping[FrameKey, int]:
         """The epochs in the log."""
