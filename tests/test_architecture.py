@@ -20,7 +20,7 @@ PARTS = {
     "integrations": "integrations",
 }
 MAX_LINES = {
-    "library": 9_550,
+    "library": 9_650,
     "application": 4_600,
     "weights": 800,
     "connectors": 1_710,

@@ -59,9 +59,10 @@ class Request:
 
     def stop_loading(self) -> None:
         """Let go of what was loaded: files stay mapped until then."""
-        if self.loading is not None and not self.loading.cancel() and self.loading.done():
-            if self.loading.exception() is None:
-                self.loading.result().clear()
+        if self.loading is None or self.loading.cancel() or not self.loading.done():
+            return
+        if self.loading.exception() is None:
+            self.loading.result().clear()
 
     def streamed(self, emit: Callable[[str], None], cancelled: threading.Event) -> Request:
         """The same request with a listener and a way to stop it."""
