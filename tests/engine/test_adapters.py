@@ -168,7 +168,9 @@ def test_answers_are_verified_and_audited_under_their_adapter(folders: dict[str,
         engine.generate(words(20, seed=7), 1)
         engine.flush()
         assert engine.cache_stats()["audits"] == 2
-        assert engine.cache_stats()["quality"][""]["mean_kl"] < 1e-6
+        quality = engine.cache_stats()["quality"]
+        assert set(quality) == {" under a", " under b"}  # judged apart
+        assert all(each["mean_kl"] < 1e-6 for each in quality.values())
         for name in ("a", "b"):
             prompt = words(90, seed=4)
             assert engine.verify_correctness([prompt], 8, adapter=name)
