@@ -14,6 +14,7 @@ import uvicorn
 
 from kvboost.core import MatchKind, Sampling, Span
 from kvboost.engine.batch.ticket import Ticket
+from kvboost.engine.contents import Deletion
 from kvboost.engine.results import (
     Completion,
     Delta,
@@ -121,9 +122,9 @@ class FakeEngine:
         self.calls.append({"pinned": tokens, "tenant": tenant, "ttl_s": ttl_s})
         return 2
 
-    def delete(self, tokens: list[int] | None, *, tenant: str) -> int:
+    def delete(self, tokens: list[int] | None, *, tenant: str) -> Deletion:
         self.calls.append({"deleted": tokens, "tenant": tenant})
-        return 3
+        return Deletion(3, ("redis",))
 
     def close(self) -> None:
         self.is_closed = True
