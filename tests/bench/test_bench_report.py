@@ -9,7 +9,7 @@ import report_results
 
 from kvboost.bench.report.formats import NONE
 from kvboost.bench.report.losses import compared, is_lost, is_won
-from kvboost.bench.report.markdown import readme_table
+from kvboost.bench.report.markdown import readme_sentence, readme_table
 from kvboost.bench.report.names import OURS, family, system_place
 from kvboost.bench.report.reading import read_results
 from kvboost.bench.report.sections import read_notes, sections
@@ -409,10 +409,26 @@ def test_readme_table_has_systems_as_rows(tmp_path):
     ]
     report_results.write(tmp_path, lines)
     table = readme_table(tmp_path / "results.jsonl").splitlines()
-    top1 = f"{NONE} / 98.0 / 98.0"
-    assert table[2] == rf"| KVBoost \| auto | {NONE} | 100 (0.20) | 150 (0.30) | {NONE} | {top1} |"
-    assert table[3].startswith(f"| transformers | {NONE} | 500 (1.00) | 500 (1.00) | {NONE} |")
+    top1 = "98.0 % / 98.0 %"
+    assert table[2] == rf"| KVBoost \| auto | 100 (0.20) | 150 (0.30) | {top1} |"
+    assert table[3].startswith("| transformers | 500 (1.00) | 500 (1.00) |")
     assert len(table) == 4
+
+
+def test_readme_sentence_is_of_the_longest_warm_prompt(tmp_path):
+    asked = {"kind": "question", "question": "length", "top1": 1.0, "cached_share": 0.9, "pairs": 7}
+    lines = [
+        RUN,
+        *(
+            asked | {"tokens": n, "phase": phase, "ours_ms": n, "bare_ms": 8 * n, "ratio": 0.125}
+            for n in (256, 2048)
+            for phase in ("warm", "moved")
+        ),
+    ]
+    report_results.write(tmp_path, lines)
+    sentence = readme_sentence(tmp_path / "results.jsonl")
+    assert "2,048-token prompt: first token after **2.0 s instead of 16.4 s**" in sentence
+    assert "median of 7 pairs, 90% of the prompt cached" in sentence
 
 
 def test_missing_and_damaged_results_are_named(tmp_path):

@@ -146,3 +146,5 @@ def test_what_is_shown_may_leave_out_and_not_differ() -> None:
     assert is_shown("0% of ... tokens\ndone\n", "0% of 551 tokens \ndone\n")
     assert not is_shown("0% of ... tokens\ndone\n", "1% of 551 tokens\ndone\n")
     assert not is_shown("0% of ... tokens\n", "0% of 551 tokens\ndone\n")
+    assert is_shown("99% reused, 88 ms\n", "99% reused, 1,203 ms\n")
+    assert not is_shown("99% reused, 88 ms\n", "0% reused, 88 ms\n")

@@ -36,14 +36,14 @@ def readme_picture(results: Path) -> str:
         )
         for name, css, phase, field in (
             ("generate()", "bare", "warm", "bare_ms"),
-            ("KVBoost, same beginning", "warm", "warm", "ours_ms"),
+            ("KVBoost, cached prefix", "warm", "warm", "ours_ms"),
             ("KVBoost, moved documents", "moved", "moved", "ours_ms"),
         )
     ]
     drawn = plots.lines(
         series,
-        plots.Scale("tokens of the prompt", from_zero=True),
-        plots.Scale("first token, seconds", from_zero=True),
+        plots.Scale("prompt tokens", from_zero=True),
+        plots.Scale("time to first token, seconds", from_zero=True),
         _TITLE,
     )
     opening, rest = drawn.split(">", 1)
