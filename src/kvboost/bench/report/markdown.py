@@ -30,8 +30,8 @@ def readme_sentence(results: Path) -> str:
     return (
         f"A second question about the same {row['tokens']:,}-token prompt: first token after "
         f"**{row['ours_ms'] / 1000:.1f} s instead of {row['bare_ms'] / 1000:.1f} s** "
-        f"({read.run.model} in {read.run.dtype} on {read.run.machine['cores']} CPU cores, median of "
-        f"{row['pairs']} pairs, {row['cached_share']:.0%} of the prompt cached)."
+        f"({read.run.model} in {read.run.dtype} on {read.run.machine['cores']} CPU cores, "
+        f"median of {row['pairs']} pairs, {row['cached_share']:.0%} of the prompt cached)."
     )
 
 
