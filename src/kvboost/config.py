@@ -69,7 +69,7 @@ class Options:
     quality_budget: float = field(
         default=0.05,
         metadata=about(
-            "mean KL divergence from a full prefill that 'auto' may reach, in nats per output token",
+            "largest mean KL divergence from a full prefill with 'auto', in nats per output token",
             low=0.0,
         ),
     )
@@ -197,7 +197,7 @@ class Options:
             self.chunk_boundary_window or self.piece_tokens % self.chunk_size
         ):
             raise ConfigError(
-                "deterministic=True requires chunk_boundary_window=0 and piece_tokens a multiple of "
+                "deterministic=True needs chunk_boundary_window=0 and piece_tokens a multiple of "
                 f"chunk_size; got window {self.chunk_boundary_window}, pieces of "
                 f"{self.piece_tokens}, chunks of {self.chunk_size}"
             )
