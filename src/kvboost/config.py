@@ -90,7 +90,8 @@ class Options:
         ),
     )
     max_cache_bytes: int = field(
-        default=2048 * MIB, metadata=about("budget of the memory tier, in bytes", low=1)
+        default=2048 * MIB,
+        metadata=about("budget of the memory tier, in bytes or as '4GiB'", low=1),
     )
     tenant_quota: float = field(
         default=1.0,
@@ -105,7 +106,8 @@ class Options:
         metadata=about("folder of a disk tier below memory, which survives restarts"),
     )
     max_disk_bytes: int = field(
-        default=16384 * MIB, metadata=about("budget of the disk tier, in bytes", low=MIB)
+        default=16384 * MIB,
+        metadata=about("budget of the disk tier, in bytes or as '4GiB'", low=MIB),
     )
     cache_url: str | None = field(
         default=None,
