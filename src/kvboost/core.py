@@ -259,27 +259,27 @@ class Rotation:
 
 
 class StoreListener(Protocol):
-    """Is told what can be found in a store, by the thread that changes it: must not wait."""
+    """Receives changes of the cache, on the thread that makes them; must not block."""
 
     def added(self, key: bytes, tokens: bytes, parent: bytes | None) -> None:
-        """A chunk can be found now; `parent` is the key of the one that it follows."""
+        """A chunk was stored; `parent` is the key of the chunk before it."""
 
     def removed(self, key: bytes) -> None:
-        """A chunk cannot be found any more."""
+        """A chunk was removed."""
 
 
 class Grammar(Protocol):
-    """What the tokens of one answer must form. Used by one thread."""
+    """A constraint on the tokens of one output. Used by one thread."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the answer is complete, and nothing may follow."""
+        """Whether the output is complete and must end."""
 
     def restrict(self, logits: Any) -> None:
-        """Set the logits [vocabulary] of all tokens that may not come next to -inf, in place."""
+        """Set the logits [vocabulary] of all forbidden tokens to -inf, in place."""
 
     def accept(self, token: int) -> None:
-        """Go on with a token that was chosen."""
+        """Continue after a chosen token."""
 
 
 @dataclass(frozen=True, kw_only=True)
