@@ -24,7 +24,7 @@ class TierStats:
 class Tier(ABC):
     """A bounded map from keys to frames. Thread-safe.
 
-    `bytes_read` grows during a read if the tier can measure it, to tell a slow tier from a dead one.
+    `bytes_read` grows during a read if the tier can measure it: a slow tier is not a dead one.
 
     `get`, `put` and `discard` may raise `TierUnavailable` at any time, which callers count as a
     miss. A tier does not interpret frames: the reader verifies their checksums.
