@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from fakes import WordTokenizer, words
+from fakes import WordTokenizer, byte_tokenizer, words
 from kvboost import ConfigError, GenerationMode, KVBoost, KVBoostError, TextStream, UnsupportedModel
 from kvboost.codecs.frame import read
 from kvboost.core import MatchKind, Span
@@ -253,6 +253,18 @@ def test_a_result_says_why_it_ended(engine: KVBoost) -> None:
     assert (at_limit.finish_reason, len(at_limit.token_ids)) == ("stop", num)
     assert engine.generate(prompt, 8, stopping_criteria=[_after_two]).finish_reason == "stop"
     assert engine.generate_batch([prompt], 8)[0].finish_reason == "length"
+
+
+def test_a_stop_string_at_the_limit_is_a_stop() -> None:
+    tokenizer, prompt = byte_tokenizer(), words(30)
+    model = build(*SUPPORTED["llama"])
+    model.generation_config.suppress_tokens = [*range(256, 512)]  # the answer is of single bytes
+    with KVBoost(model, tokenizer) as engine:
+        answer = engine.generate(prompt, 24)
+        place, stop = next((i, c) for i, c in enumerate(answer.output_text) if c.isascii())
+        num_tokens = len(tokenizer(answer.output_text[: place + 1]).input_ids)
+        ended = engine.generate(prompt, num_tokens, stop_strings=[stop])
+    assert (answer.finish_reason, ended.finish_reason) == ("length", "stop")
 
 
 def _after_two(ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
