@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvboost.cli import flags
 from kvboost.cli.loading import loaded, read
+from kvboost.core import counted, percent
 from kvboost.errors import KVBoostError, missing_extra
 
 if TYPE_CHECKING:
@@ -124,12 +125,13 @@ def draw(report: ReuseReport, tokens: list[int], tokenizer: PreTrainedTokenizerB
     console.print()
     total = max(1, len(tokens))
     shares = [
-        f"{kind} {sum(len(s.span) for s in report.spans if s.kind.value == kind) / total:.0%}"
+        f"{kind} {percent(sum(len(s.span) for s in report.spans if s.kind.value == kind), total)}"
         for kind in COLOURS
     ]
     repaired = f", {report.repaired_tokens} moved tokens computed again"
     console.print(
-        f"{total} tokens: {', '.join(shares)}{repaired if report.repaired_tokens else ''}"
+        f"{counted(total, 'token')}: {', '.join(shares)}"
+        f"{repaired if report.repaired_tokens else ''}"
     )
     if report.predicted_ms is not None and report.full_ms is not None:
         console.print(

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost.cli import flags
 from kvboost.cli.loading import loaded, read
+from kvboost.core import counted, percent
 
 if TYPE_CHECKING:
-    from kvboost.engine.engine import KVBoost
     from kvboost.engine.results import GenerationResult
+    from kvboost.engine.stream import TextStream
 
 MAX_NEW_TOKENS = 64
 
@@ -64,7 +65,7 @@ def _generate(options: argparse.Namespace) -> int:
             result = engine.generate(prompt, **arguments)
             sys.stdout.write(json.dumps(as_dict(result)) + "\n")
         elif sys.stdout.isatty() if options.stream is None else options.stream:
-            result = print_stream(engine, prompt, arguments)
+            result = print_stream(engine.stream(prompt, **arguments))
         else:
             result = engine.generate(prompt, **arguments)
             sys.stdout.write(f"{result.output_text}\n")
@@ -81,9 +82,9 @@ def _prompt(options: argparse.Namespace) -> str:
     return read(options.file or "-")
 
 
-def print_stream(engine: KVBoost, prompt: str | list[int], arguments: Any) -> GenerationResult:
-    """Print an answer as it comes, and a line end."""
-    with engine.stream(prompt, **arguments) as stream:
+def print_stream(stream: TextStream) -> GenerationResult:
+    """Print the output as it is generated, and a line end."""
+    with stream:
         for piece in stream:
             sys.stdout.write(piece)
             sys.stdout.flush()
@@ -96,8 +97,9 @@ def print_stream(engine: KVBoost, prompt: str | list[int], arguments: Any) -> Ge
 def line(result: GenerationResult) -> str:
     """What was reused and how long it took."""
     return (
-        f"{result.kv_reuse_ratio:.0%} of {result.prompt_tokens} prompt tokens reused; "
-        f"first token after {result.ttft_ms:.0f} ms, {len(result.token_ids)} tokens in "
+        f"{percent(result.cached_tokens, result.prompt_tokens)} of "
+        f"{counted(result.prompt_tokens, 'prompt token')} reused; "
+        f"first token after {result.ttft_ms:.0f} ms, {counted(len(result.token_ids), 'token')} in "
         f"{result.total_ms:.0f} ms"
     )
 
