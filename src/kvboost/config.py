@@ -209,6 +209,12 @@ class Options:
         return f"{disk} {self.cache_url or ''}"
 
 
+def own_folder() -> Path:
+    """Where small files outlive the process: $KVBOOST_HOME, or a folder in the user's cache."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("KVBOOST_HOME") or Path(caches) / "kvboost")
+
+
 def option_names() -> list[str]:
     """The names of all options, in the order of their definition."""
     return [each.name for each in dataclasses.fields(Options)]
