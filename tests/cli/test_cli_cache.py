@@ -48,7 +48,7 @@ def test_verify_and_gc_find_what_is_damaged(
     assert main(["cache", "verify", str(folder)]) == 1
     assert "14 chunks, 1 damaged" in capsys.readouterr().out
     assert main(["cache", "gc", str(folder)]) == 0
-    assert "13 chunks kept, 1 damaged ones dropped" in capsys.readouterr().out
+    assert "13 chunks kept, 1 damaged chunks deleted" in capsys.readouterr().out
     assert main(["cache", "verify", str(folder)]) == 0
 
 

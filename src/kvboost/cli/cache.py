@@ -1,4 +1,4 @@
-"""`kvboost cache`: what lies in the folder of a disk tier, whether it is sound, and its removal."""
+"""`kvboost cache`: the folder of a disk tier: its contents, their check, and their removal."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """Add the actions and their flags."""
     flags.about(
         parser,
-        "Looks after the folder of a disk tier. An engine or a server that uses it may be running "
-        "for ls only.",
+        "Inspects, checks and cleans the folder of a disk tier. Stop engines and servers that use "
+        "it first; only ls works beside them.",
         "kvboost cache ls kv-cache",
         "kvboost cache verify kv-cache --json",
         "kvboost cache clear kv-cache",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, run, text in (
-        ("ls", _ls, "what is stored, by namespace (a digest of model, tenant and kind of storage)"),
-        ("verify", _verify, "read every frame and check it; exit code 1 if any is damaged"),
-        ("gc", _gc, "drop damaged frames and give room back that is not in use"),
-        ("clear", _clear, "remove everything"),
+        ("ls", _ls, "list what is stored, by model and tenant"),
+        ("verify", _verify, "read and check every frame; exit code 1 if any is damaged"),
+        ("gc", _gc, "delete damaged frames and free unused space"),
+        ("clear", _clear, "delete everything"),
     ):
         action = actions.add_parser(name, help=text)
         flags.about(action, f"{text.capitalize()}.", f"kvboost cache {name} kv-cache")
@@ -118,8 +118,7 @@ def _verify(options: argparse.Namespace) -> int:
     }
     tier.close()
     text = (
-        "{chunks} chunks, {damaged} damaged, {lost} records of the index that cannot be read or "
-        "lead nowhere"
+        "{chunks} chunks, {damaged} damaged, {lost} index records unreadable or dangling"
     )
     _tell(options, counts, text)
     return int(counts["damaged"] + counts["lost"] > 0)
@@ -136,7 +135,7 @@ def _gc(options: argparse.Namespace) -> int:
         "freed_mb": round(freed_bytes / 2**20, 1),
     }
     tier.close()
-    text = "{kept} chunks kept, {dropped} damaged ones dropped, {freed_mb:.1f} MB given back"
+    text = "{kept} chunks kept, {dropped} damaged chunks deleted, {freed_mb:.1f} MB freed"
     _tell(options, counts, text)
     return 0
 
@@ -147,5 +146,5 @@ def _clear(options: argparse.Namespace) -> int:
     folder = _folder(options)
     size_bytes = sum(path.stat().st_size for path in folder.iterdir())
     clear(folder)
-    _tell(options, {"freed_mb": round(size_bytes / 2**20, 1)}, "{freed_mb:.1f} MB given back")
+    _tell(options, {"freed_mb": round(size_bytes / 2**20, 1)}, "{freed_mb:.1f} MB freed")
     return 0
