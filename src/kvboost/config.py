@@ -209,10 +209,10 @@ class Options:
         return f"{disk} {self.cache_url or ''}"
 
 
-def own_folder() -> Path:
-    """Where small files outlive the process: $KVBOOST_HOME, or a folder in the user's cache."""
+def certified_folder() -> Path:
+    """Where certifications are kept: in $KVBOOST_HOME, or in the user's cache folder."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("KVBOOST_HOME") or Path(caches) / "kvboost")
+    return Path(os.environ.get("KVBOOST_HOME") or Path(caches) / "kvboost") / "certified"
 
 
 def option_names() -> list[str]:

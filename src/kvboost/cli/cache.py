@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvboost.cli import flags
+from kvboost.config import certified_folder
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvboost.codecs.frame import Head
     from kvboost.tiers.disk.tier import DiskTier
 
+MODEL_DIGITS = 6  # of a namespace, at its end
 ANY_SIZE = 2**62  # a budget that changes nothing
 
 
@@ -69,6 +71,7 @@ def _ls(options: argparse.Namespace) -> int:
     chunks: Counter[tuple[str, str, str]] = Counter()
     tokens: Counter[tuple[str, str, str]] = Counter()
     size_bytes: Counter[tuple[str, str, str]] = Counter()
+    names = _model_names()
     for head in heads(_folder(options)):
         kind = _kind(head)
         chunks[kind] += 1
@@ -77,6 +80,7 @@ def _ls(options: argparse.Namespace) -> int:
     rows = [
         {
             "namespace": kind[0],
+            "model": names.get(kind[0][-MODEL_DIGITS:]),
             "kv": kind[1],
             "codec": kind[2],
             "chunks": chunks[kind],
@@ -91,11 +95,24 @@ def _ls(options: argparse.Namespace) -> int:
     for row in rows:
         sys.stdout.write(
             f"{row['namespace']}  {row['chunks']:>7} chunks  {row['tokens']:>9} tokens  "
-            f"{row['mb']:>9} MB  {row['codec']:<4}  {row['kv']}\n"
+            f"{row['mb']:>9} MB  {row['codec']:<4}  {row['model'] or row['kv']}\n"
         )
     total_mb = sum(size_bytes.values()) / 2**20
     sys.stdout.write(f"{sum(chunks.values())} chunks, {total_mb:.1f} MB\n")
     return 0
+
+
+def _model_names() -> dict[str, str]:
+    """Names of models that were certified here, by the end of their namespaces."""
+    from kvboost.codecs.base import CODEC_NAMES  # noqa: PLC0415
+    from kvboost.models.kept import model_names  # noqa: PLC0415
+    from kvboost.reuse.keys import namespace  # noqa: PLC0415
+
+    return {
+        namespace(fingerprint, "", None, codec).hex()[-MODEL_DIGITS:]: name
+        for fingerprint, name in model_names(certified_folder()).items()
+        for codec in CODEC_NAMES.values()
+    }
 
 
 def _kind(head: Head) -> tuple[str, str, str]:
@@ -117,9 +134,7 @@ def _verify(options: argparse.Namespace) -> int:
         "lost": tier.num_unreadable,
     }
     tier.close()
-    text = (
-        "{chunks} chunks, {damaged} damaged, {lost} index records unreadable or dangling"
-    )
+    text = "{chunks} chunks, {damaged} damaged, {lost} index records unreadable or dangling"
     _tell(options, counts, text)
     return int(counts["damaged"] + counts["lost"] > 0)
 

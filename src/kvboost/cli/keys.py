@@ -26,9 +26,16 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "output: append that with >> keys.toml. The entry has a hash of the key, not the key.",
         *examples,
     )
-    new.add_argument("--tenant", required=True, metavar="NAME", help="tenant of the key: keys of one tenant share a cache")
+    new.add_argument(
+        "--tenant",
+        required=True,
+        metavar="NAME",
+        help="tenant of the key: keys of one tenant share a cache",
+    )
     new.add_argument("--name", default="", metavar="NAME", help="a note for yourself")
-    new.add_argument("--admin", action="store_true", help="allow metrics, statistics and changes of the cache")
+    new.add_argument(
+        "--admin", action="store_true", help="allow metrics, statistics and changes of the cache"
+    )
     flags.add_json(new, "print key and entry as JSON on standard output")
     new.set_defaults(run=_new)
 

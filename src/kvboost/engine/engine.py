@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvboost.build import build
-from kvboost.config import check_reuse, make_options, own_folder
+from kvboost.config import certified_folder, check_reuse, make_options
 from kvboost.core import ReuseMode, Sampling, StoreListener
 from kvboost.engine.batch.arguments import sampling_of
 from kvboost.engine.batch.front import BatchFront
@@ -94,7 +94,7 @@ class KVBoost:
                 strict=self._options.strict,
                 prepacked=self._options.prepack_weights,
                 bitwise=self._options.deterministic,
-                kept_in=own_folder() / "certified",
+                kept_in=certified_folder(),
             )
             hosted = self._worker.call(host)
         except KVBoostError:

@@ -287,8 +287,8 @@ class HFModel:
         self._position_limit = certify.position_limit(model)
         kept = None
         if kept_in is not None:
-            is_packed = self._unpack is not None
-            kept = certificate(model, self._fingerprint, kept_in, choices, prepacked=is_packed)
+            versions = numerics(model, prepacked=self._unpack is not None)
+            kept = certificate(model, self._fingerprint, versions, kept_in, choices)
         planes = None if kept is None else kept.read(self._geometry)
         if planes is None:
             self._measure(choices)

@@ -11,6 +11,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -18,7 +19,6 @@ from types import FunctionType
 from typing import TYPE_CHECKING
 
 from kvboost.core import KVGeometry, Rotation
-from kvboost.models.numerics import numerics
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +37,8 @@ Planes = Mapping[int, Rotation | None]
 class Certificate:
     """The place where the rotations of a certified model are kept: its file, or nowhere."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
+    def __init__(self, folder: Path, name: str, about: Mapping[str, str]) -> None:
+        self._folder, self._name, self._about = folder, name, about
 
     def read(self, geometry: KVGeometry) -> Planes | None:
         """The rotations that were kept; None: certify."""
@@ -67,7 +67,7 @@ class Certificate:
         rotations = list(dict.fromkeys(each for each in planes.values() if each is not None))
         places = {n: None if each is None else rotations.index(each) for n, each in planes.items()}
         told = [[each.inv_freq, each.offset, each.layout] for each in rotations]
-        text = json.dumps({"rotations": told, "planes": places}).encode()
+        text = json.dumps({**self._about, "rotations": told, "planes": places}).encode()
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
@@ -83,17 +83,30 @@ class Certificate:
 def certificate(
     model: PreTrainedModel,
     fingerprint: bytes,
+    numerics: bytes,
     folder: Path,
     attentions: Sequence[str],
-    *,
-    prepacked: bool,
 ) -> Certificate | None:
-    """The certificate of a model as it runs here; None if it runs code that no key covers."""
+    """The certificate of a model as it runs here; None if it runs code that no key covers.
+
+    `numerics` is a digest of versions, device and threads, `attentions` are what may run.
+    """
     if not all(map(_is_known, model.modules())):
         return None
-    parts = (fingerprint, numerics(model, prepacked=prepacked), _sources())
-    chosen = repr((str(model.dtype), str(model.device), list(attentions)))
-    return Certificate(folder, sha256(b"".join(parts) + chosen.encode()).hexdigest())
+    chosen = repr((str(model.dtype), str(model.device), list(attentions))).encode()
+    name = sha256(fingerprint + numerics + _sources() + chosen).hexdigest()
+    about = {"model": model.config._name_or_path, "fingerprint": fingerprint.hex()}  # noqa: SLF001
+    return Certificate(folder, name, about)
+
+
+def model_names(folder: Path) -> dict[bytes, str]:
+    """Names of certified models by their fingerprints, for people to read."""
+    found = {}
+    for path in folder.glob("*"):
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            about = json.loads(path.read_bytes().split(b"\n", 1)[1])
+            found[bytes.fromhex(about["fingerprint"])] = str(about["model"])
+    return found
 
 
 def _is_known(module: torch.nn.Module) -> bool:

@@ -143,6 +143,12 @@ def _speed(visit: Visit) -> Iterator[Finding]:
         f"{longest.num_tokens + NUM_OTHER_TOKENS} tokens ({visit.prefill_ms:.2f} ms each); "
         f"decoding: {1e3 / decode_ms:.1f} tokens/s ({decode_ms:.1f} ms each)",
     )
+    if (visit.machine.wait_policy or "").upper() == "PASSIVE":
+        yield Finding(
+            "note",
+            f"{visit.machine.num_threads} threads, OMP_WAIT_POLICY=PASSIVE: threads sleep while "
+            "they wait. Commands choose it; in Python, set it before torch loads",
+        )
     cold = min(each.share(each.cold_ms) for each in visit.readings)
     if cold > COLD_COST and len(visit.decode_ms) >= FEW_ROUNDS:
         yield Finding(
