@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvboost import GenerationResult, KVBoost
+from kvboost.core import percent
 
 ROOT = Path(__file__).parents[1]
 
@@ -123,7 +124,7 @@ def table(trials: Mapping[str, Trial], title: str) -> Table:
             name,
             str(len(rows)),
             f"{median(row.on.prompt_tokens for row in rows):.0f}",
-            f"{median(row.on.kv_reuse_ratio for row in rows):.0%}",
+            percent(median(row.on.kv_reuse_ratio for row in rows), 1),
             f"{off:.0f} ms",
             f"{on:.0f} ms",
             f"{off / on:.1f}x",

@@ -32,6 +32,7 @@ class FakeEngine:
         ttft_ms = 100.0 if reuse == "off" else float(len(self.asked))
         numbers: Any = {"prompt_tokens": 50, "cached_tokens": 40, "total_ms": 200.0}
         others: Any = {"token_ids": [], "reuse": None, "output_texts": [], "output": None}
+        others["finish_reason"] = "length"
         return GenerationResult(output_text=reuse, ttft_ms=ttft_ms, **numbers, **others)
 
 

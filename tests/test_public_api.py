@@ -3,12 +3,15 @@
 import inspect
 import re
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 import kvboost
 from kvboost import ConfigError, GenerationMode, KVBoost
-from kvboost.config import make_options
+from kvboost.config import Options, OptionValues, make_options, option_names
+from kvboost.engine.request import CallArguments
+from kvboost.models.load import LoadArguments
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,9 +41,15 @@ def test_exported_names_are_pinned_and_resolve() -> None:
 
 def test_every_call_of_the_engine_is_documented() -> None:
     calls = [name for name in vars(KVBoost) if not name.startswith("_")]
-    assert {"astream", "chat", "generate", "generate_batch", "stream", "verify_correctness"} <= {
-        *calls
-    }
+    assert {
+        "achat",
+        "astream",
+        "chat",
+        "generate",
+        "generate_batch",
+        "stream",
+        "verify_correctness",
+    } <= {*calls}
     assert [name for name in calls if not inspect.getdoc(getattr(KVBoost, name))] == []
 
 
@@ -71,6 +80,7 @@ def test_a_mistyped_loader_argument_is_found_too() -> None:
         ({"chunk_size": None}, "chunk_size=None"),
         ({"strict": 1}, "strict=1: expected True or False"),
         ({"max_cache_bytes": 0}, "max_cache_bytes=0"),
+        ({"max_disk_bytes": "4 gigs"}, "max_disk_bytes='4 gigs': .* or a size such as '4GiB'"),
         ({"reuse": "prefix"}, "reuse='prefix': expected one of off, exact, auto"),
         ({"chunk_boundary_window": 128}, "must be below chunk_size"),
         ({"deterministic": True, "piece_tokens": 200}, "a multiple of chunk_size"),
@@ -80,6 +90,28 @@ def test_a_mistyped_loader_argument_is_found_too() -> None:
 def test_wrong_values_are_shown_with_what_is_allowed(values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_options(values)
+
+
+def test_sizes_may_have_units() -> None:
+    options = make_options({"max_cache_bytes": "4GiB", "max_disk_bytes": "3 MB"})
+    assert (options.max_cache_bytes, options.max_disk_bytes) == (4 << 30, 3_000_000)
+
+
+def test_typed_arguments_are_the_options() -> None:
+    """What editors complete is a copy, for type checkers read no dataclass as keywords."""
+    typed, options = get_type_hints(OptionValues), get_type_hints(Options)
+    for name in options:
+        if name.endswith("_bytes"):
+            options[name] |= str
+    assert typed == options
+    assert list(typed) == option_names()
+    assert OptionValues.__optional_keys__ == set(typed)
+
+
+def test_no_argument_means_two_things() -> None:
+    ours, theirs = OptionValues.__optional_keys__, LoadArguments.__optional_keys__
+    assert ours.isdisjoint(theirs)
+    assert ours & CallArguments.__optional_keys__ == {"reuse"}
 
 
 def test_changelog_has_the_version() -> None:

@@ -1,26 +1,26 @@
-"""KVBoost: language models that do not read again what they have read before.
+"""KVBoost: KV-cache reuse for Transformers models.
 
-An engine is a Transformers model with a store of the K/V that it has computed. What a prompt has in
-common with an earlier one is taken from there, and only the rest is computed:
+An engine is a Transformers model with a cache of the K/V it has computed. Text that a prompt shares
+with earlier prompts comes from the cache, and only the rest is computed:
 
     >>> from kvboost import KVBoost
     >>> engine = KVBoost.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")  # or a folder
     >>> manual = 8 * " In winter the pump is kept in the cellar."
-    >>> warmed = engine.warm(manual)  # before it is needed; or nothing, prompts are kept as well
+    >>> warmed = engine.warm(manual)  # optional: prompts are stored as well
     >>> result = engine.generate(manual + " Where is the pump?", max_new_tokens=8)
     >>> result.cached_tokens, result.prompt_tokens
     (88, 93)
 
-Where each part of the prompt came from, what it took and what was expected:
+The result reports what was reused and how long prefill took:
 
     >>> print(result.reuse)
     88 tokens exact, 0 moved (0 of them computed again), 5 computed, predicted ...
 
-`explain` says so without running the model, and `verify_correctness` checks on your own prompts
-that answers stay the same. With `reuse="auto"`, for an engine or a call, text is also found at
-other places than before: that is approximate, and measured.
+`explain` predicts this without running the model, and `verify_correctness` compares outputs with a
+full prefill on your own prompts. With `reuse="auto"`, as an option or per request, moved text is
+reused too: an approximation, checked by audits.
 
-The same as a stream, as a conversation, and for several prompts together:
+Streams, conversations and batches:
 
     >>> "".join(engine.stream("The capital of France is", max_new_tokens=2))
     ' Paris.'
@@ -29,25 +29,25 @@ The same as a stream, as a conversation, and for several prompts together:
     >>> [each.output_text for each in engine.generate_batch(prompts, max_new_tokens=2)]
     [' Paris.', ' Rome.']
 
-How likely the model finds continuations of a prompt:
+Log probabilities of continuations:
 
     >>> paris, rome = engine.score("The capital of France is", [" Paris", " Rome"]).scores
     >>> paris.logprob > rome.logprob
     True
     >>> engine.close()
 
-What there is by name:
+Public names:
 
-- `KVBoost` is the engine, `CPUPagedEngine` the same with running requests in a pool of fixed size.
-- `GenerationResult`, `ReuseReport`, `TextStream`, `WarmResult` and `CorrectnessReport` are what its
-  calls return.
-- `Sampling` says how `submit` chooses tokens, `GenerationMode` has other names for `reuse`.
-- `KVBoostError` is the base of `ConfigError`, `UnsupportedModel` and `CacheError`.
+- `KVBoost` is the engine; `CPUPagedEngine` keeps running requests in a block pool of fixed size.
+- `GenerationResult`, `ReuseReport`, `TextStream`, `WarmResult` and `CorrectnessReport` are returned
+  by its methods.
+- `Sampling` configures `submit`; `GenerationMode` has alternative names for `reuse`.
+- `KVBoostError` is the base class of `ConfigError`, `UnsupportedModel` and `CacheError`.
 - `get_flash_attn_tier`, `flash_attention_available`, `install_flash_attention` and
-  `uninstall_flash_attention` give a model our attention without an engine.
+  `uninstall_flash_attention` use KVBoost's attention without an engine.
 
-`kvboost serve --model NAME` is a server with OpenAI's API on top of it, `kvboost --help` the rest
-of the command line. `kvboost.config.Options` has all options.
+`kvboost.config.Options` lists all options. `kvboost serve --model NAME` starts a server with the
+OpenAI API; `kvboost --help` lists the other commands.
 """
 
 from __future__ import annotations

@@ -5,47 +5,52 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypedDict, get_args
 
 from kvboost.core import ReuseMode
 from kvboost.errors import ConfigError
 
 MIB = 2**20
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?)B|B)?")
+POWERS = {None: 0, "K": 1, "M": 2, "G": 3, "T": 4}
 EXACT_BITS = 16  # of `kv_cache_bits`: as the model computes it, whatever its dtype
 
 
 STRATEGIES = ("sampled", "selective", "cacheblend", "query", "sensitivity", "none")
-"""How moved K/V is repaired; what each costs and gains is in docs/concepts/exact-and-moved.md."""
+"""How to repair moved text; docs/concepts/exact-and-moved.md compares cost and quality."""
 
 
 BACKENDS = ("auto", "slots", "paged")
-"""Working memory of the batch: contiguous rows, or a pool of blocks."""
+"""KV cache of running requests: contiguous buffers, or a pool of blocks."""
 
 
 def about(text: str, *, low: float | None = None, high: float | None = None) -> dict[str, Any]:
-    """A field's help text and the least and greatest value that it may have."""
+    """A field's help text and its limits."""
     return {"help": text, "low": low, "high": high}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `KVBoost(...)` and `KVBoost.from_pretrained(...)` take besides the model."""
+    """Options of `KVBoost(...)` and `KVBoost.from_pretrained(...)`."""
 
     reuse: ReuseMode = field(
         default="exact",
-        metadata=about("what to reuse: 'off', 'exact' or 'auto'; a request may override it"),
+        metadata=about(
+            "what to reuse: 'off', 'exact' or 'auto' (moved text too); requests may override it"
+        ),
     )
     recompute_strategy: str = field(
         default="sampled",
-        metadata=about(f"how moved K/V is repaired: {', '.join(map(repr, STRATEGIES))}"),
+        metadata=about(f"how to repair moved text: {', '.join(map(repr, STRATEGIES))}"),
     )
     recompute_ratio: float = field(
         default=0.15,
         metadata=about(
-            "share of moved tokens that is computed again (not by 'selective' and 'none')",
+            "share of moved tokens to repair (not with 'selective' and 'none')",
             low=0.0,
             high=1.0,
         ),
@@ -53,121 +58,119 @@ class Options:
     recompute_overlap: int = field(
         default=16,
         metadata=about(
-            "tokens at the start of each moved text to repair ('selective'; 'sampled': at most)",
+            "tokens to repair at the start of each moved text ('selective'; 'sampled': at most)",
             low=0,
         ),
     )
     recompute_tail: int = field(
         default=0,
-        metadata=about("tokens at its end that 'selective' repairs (measured: no gain)", low=0),
+        metadata=about("tokens that 'selective' repairs at its end (measured: no gain)", low=0),
     )
     quality_budget: float = field(
         default=0.05,
         metadata=about(
-            "mean KL in nats per answer token, against full prefill, that audits of 'auto' allow",
+            "largest mean KL divergence from a full prefill with 'auto', in nats per output token",
             low=0.0,
         ),
     )
     audit_ratio: float = field(
         default=0.02,
         metadata=about(
-            "share of answers on moved K/V that is audited in idle time, after the first few",
+            "share of requests with moved text to audit in idle time, after the first few",
             low=0.0,
             high=1.0,
         ),
     )
-    chunk_size: int = field(default=128, metadata=about("tokens in a chunk", low=8, high=4096))
+    chunk_size: int = field(default=128, metadata=about("tokens per chunk", low=8, high=4096))
     chunk_boundary_window: int = field(
         default=0,
         metadata=about(
-            "tokens a cut may move back to end a chunk at a line or sentence; 0: cut on the grid",
+            "tokens by which a chunk may be shorter, to end at a line or sentence; 0: fixed size",
             low=0,
         ),
     )
     max_cache_bytes: int = field(
-        default=2048 * MIB, metadata=about("budget of the memory tier, in bytes", low=1)
+        default=2048 * MIB,
+        metadata=about("budget of the memory tier, in bytes or as '4GiB'", low=1),
     )
     tenant_quota: float = field(
         default=1.0,
-        metadata=about("share of the memory tier that one tenant may hold", low=0.0, high=1.0),
+        metadata=about("share of the memory tier that one tenant may use", low=0.0, high=1.0),
     )
     kv_cache_bits: int = field(
         default=EXACT_BITS,
-        metadata=about("bits of a stored number: 16 keeps it as it is, 8 and 4 are approximate"),
+        metadata=about("bits per stored number: 16 is lossless; 8 and 4 are approximate"),
     )
     disk_cache_dir: str | None = field(
         default=None,
-        metadata=about("folder of a disk tier below memory, which outlives the process"),
+        metadata=about("folder of a disk tier below memory, which survives restarts"),
     )
     max_disk_bytes: int = field(
-        default=16384 * MIB, metadata=about("budget of the disk tier, in bytes", low=MIB)
+        default=16384 * MIB,
+        metadata=about("budget of the disk tier, in bytes or as '4GiB'", low=MIB),
     )
     cache_url: str | None = field(
         default=None,
         metadata=about(
-            "tiers below memory, nearest first, separated by blanks: file:///folder, "
+            "tiers below memory, nearest first, separated by spaces: file:///folder, "
             "redis://host:port, rediss://, unix://, mooncake://host:port"
         ),
     )
     tier_deadline_ms: int = field(
         default=500,
         metadata=about(
-            "how long a tier below memory may deliver nothing before requests go on without it",
+            "milliseconds without data after which requests continue without a tier below memory",
             low=1,
         ),
     )
     max_chunks: int | None = field(
-        default=None, metadata=about("the most chunks to keep in memory; None: no limit", low=1)
+        default=None, metadata=about("most chunks in memory; None: no limit", low=1)
     )
     deterministic: bool = field(
         default=False,
-        metadata=about("prefill in fixed pieces, so that cold and warm runs are equal bit by bit"),
+        metadata=about("prefill in fixed pieces: cold and warm outputs are bitwise equal"),
     )
     piece_tokens: int = field(
         default=512,
         metadata=about(
-            "tokens in a piece of deterministic prefill, a multiple of chunk_size", low=8
+            "tokens per piece of deterministic prefill, a multiple of chunk_size", low=8
         ),
     )
-    max_batch_size: int = field(
-        default=16, metadata=about("requests that are computed together at most", low=1)
-    )
+    max_batch_size: int = field(default=16, metadata=about("most requests in the batch", low=1))
     max_queue_size: int = field(
-        default=256, metadata=about("requests that may wait for the batch", low=1)
+        default=256, metadata=about("most requests waiting for the batch", low=1)
     )
     batch_window_ms: int = field(
         default=0,
-        metadata=about("how long an idle batch waits for company before it starts", low=0),
+        metadata=about("milliseconds an idle batch waits for more requests", low=0),
     )
     block_size: int = field(
-        default=16, metadata=about("tokens in a block of working K/V", low=1, high=4096)
+        default=16,
+        metadata=about("tokens per block of the KV cache of running requests", low=1, high=4096),
     )
     num_blocks: int | None = field(
         default=None,
         metadata=about(
-            "blocks of K/V for running requests; None: as many bytes as max_cache_bytes, at "
-            "least 1 GiB",
+            "blocks in the KV cache of running requests; None: max_cache_bytes, at least 1 GiB",
             low=1,
         ),
     )
     prepack_weights: bool = field(
         default=False,
-        metadata=about(
-            "keep a second copy of the weights that makes batches faster (bfloat16 on CPUs)"
-        ),
+        metadata=about("keep a second copy of the weights, for faster batches (bfloat16 on CPUs)"),
     )
     strict: bool = field(
         default=True,
-        metadata=about("raise UnsupportedModel when certification fails; False: go without reuse"),
+        metadata=about("raise UnsupportedModel if certification fails; False: run without reuse"),
     )
     backend: str = field(
         default="auto",
-        metadata=about(f"working memory of the batch: {', '.join(map(repr, BACKENDS))}"),
+        metadata=about(f"KV cache of running requests: {', '.join(map(repr, BACKENDS))}"),
     )
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
-            check_range(each, getattr(self, each.name))
+            object.__setattr__(self, each.name, checked(each, getattr(self, each.name)))
         check_reuse(self.reuse)
         if self.recompute_strategy not in STRATEGIES:
             raise ConfigError(
@@ -179,13 +182,13 @@ class Options:
         for name in ("disk_cache_dir", "cache_url"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str | os.PathLike) and str(value)):
-                raise ConfigError(f"{name}={value!r}: expected None or a text that is not empty")
+                raise ConfigError(f"{name}={value!r}: expected None or a non-empty text")
         if self.kv_cache_bits not in (EXACT_BITS, 8, 4):
             raise ConfigError(f"kv_cache_bits={self.kv_cache_bits!r}: expected 16, 8 or 4")
         if self.deterministic and self.kv_cache_bits != EXACT_BITS:
             raise ConfigError(
-                f"deterministic=True promises equal bits, kv_cache_bits={self.kv_cache_bits} "
-                "does not keep them"
+                f"deterministic=True requires kv_cache_bits=16, got {self.kv_cache_bits}: "
+                "quantised K/V is approximate"
             )
         if self.chunk_boundary_window >= self.chunk_size:
             raise ConfigError(
@@ -207,6 +210,46 @@ class Options:
         folder = self.disk_cache_dir
         disk = "" if folder is None else Path(folder).expanduser().absolute().as_uri()
         return f"{disk} {self.cache_url or ''}"
+
+
+class OptionValues(TypedDict, total=False):
+    """The fields of `Options` as keyword arguments, for type checkers and editors."""
+
+    reuse: ReuseMode
+    recompute_strategy: str
+    recompute_ratio: float
+    recompute_overlap: int
+    recompute_tail: int
+    quality_budget: float
+    audit_ratio: float
+    chunk_size: int
+    chunk_boundary_window: int
+    max_cache_bytes: int | str
+    tenant_quota: float
+    kv_cache_bits: int
+    disk_cache_dir: str | None
+    max_disk_bytes: int | str
+    cache_url: str | None
+    tier_deadline_ms: int
+    max_chunks: int | None
+    deterministic: bool
+    piece_tokens: int
+    max_batch_size: int
+    max_queue_size: int
+    batch_window_ms: int
+    block_size: int
+    num_blocks: int | None
+    prepack_weights: bool
+    strict: bool
+    backend: str
+
+
+def read_size(written: Any) -> Any:
+    """Bytes of a size such as "4GiB", "1.5 GB" or "77"; anything else is returned as it is."""
+    size = SIZE.fullmatch(written) if isinstance(written, str) else None
+    if size is None:
+        return written
+    return int(float(size[1]) * (1024 if size[3] else 1000) ** POWERS[size[2]])
 
 
 def certified_folder() -> Path:
@@ -252,24 +295,26 @@ def check_reuse(value: object) -> ReuseMode:
     return value  # type: ignore[return-value]
 
 
-def check_range(option: dataclasses.Field[Any], value: Any) -> None:
-    """Compare a value with its option's type and limits.
+def checked(option: dataclasses.Field[Any], given: Any) -> Any:
+    """The value of an option within its type and limits; sizes such as "4GiB" become bytes.
 
     Raises:
         ConfigError: the message shows name, value and what is allowed.
     """
+    value = read_size(given) if option.name.endswith("_bytes") else given
     if value is None and option.default is None:
-        return
+        return value
     if isinstance(option.default, bool) and not isinstance(value, bool):
         raise ConfigError(f"{option.name}={value!r}: expected True or False")
     low, high = option.metadata["low"], option.metadata["high"]
     if low is None:
-        return
+        return value
     is_whole = isinstance(option.default, int | None)
     kind: Any = int if is_whole else (int, float)
     is_number = isinstance(value, kind) and not isinstance(value, bool)
     if is_number and low <= value and (high is None or value <= high):
-        return
+        return value
     limits = f"of at least {low}" if high is None else f"from {low} to {high}"
     what = "whole number" if is_whole else "number"
-    raise ConfigError(f"{option.name}={value!r}: expected a {what} {limits}")
+    size = ", or a size such as '4GiB'" if option.name.endswith("_bytes") else ""
+    raise ConfigError(f"{option.name}={value!r}: expected a {what} {limits}{size}")

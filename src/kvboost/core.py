@@ -26,7 +26,23 @@ Namespace = NewType("Namespace", bytes)
 """Owner, model and prefill shapes: keys of two namespaces never meet."""
 
 ReuseMode = Literal["off", "exact", "auto"]
-"""Nothing; what is exact; also the same text at other places, within a quality budget."""
+"""Nothing; exact reuse only; also moved text, within the quality budget."""
+
+
+FinishReason = Literal["stop", "length"]
+"""Why an output ended: an end token, stop text or grammar; or the limit of new tokens."""
+
+
+def percent(part: float, whole: float) -> str:
+    """A share as text; "0%" means nothing and "100%" everything, never a rounded share."""
+    if part <= 0 or part >= whole:
+        return "0%" if part <= 0 else "100%"
+    return f"{min(99, max(1, round(100 * part / whole)))}%"
+
+
+def counted(count: int, noun: str) -> str:
+    """A count with its noun, in the singular or the plural: "1 token", "2 tokens"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 class Provenance(enum.Enum):
@@ -243,35 +259,35 @@ class Rotation:
 
 
 class StoreListener(Protocol):
-    """Is told what can be found in a store, by the thread that changes it: must not wait."""
+    """Receives changes of the cache, on the thread that makes them; must not block."""
 
     def added(self, key: bytes, tokens: bytes, parent: bytes | None) -> None:
-        """A chunk can be found now; `parent` is the key of the one that it follows."""
+        """A chunk was stored; `parent` is the key of the chunk before it."""
 
     def removed(self, key: bytes) -> None:
-        """A chunk cannot be found any more."""
+        """A chunk was removed."""
 
 
 class Grammar(Protocol):
-    """What the tokens of one answer must form. Used by one thread."""
+    """A constraint on the tokens of one output. Used by one thread."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the answer is complete, and nothing may follow."""
+        """Whether the output is complete and must end."""
 
     def restrict(self, logits: Any) -> None:
-        """Set the logits [vocabulary] of all tokens that may not come next to -inf, in place."""
+        """Set the logits [vocabulary] of all forbidden tokens to -inf, in place."""
 
     def accept(self, token: int) -> None:
-        """Go on with a token that was chosen."""
+        """Continue after a chosen token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the tokens of one answer are chosen, and when it ends; for `KVBoost.submit`.
+    """How to choose the tokens of an output and when to end it; for `KVBoost.submit`.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: A value is out of range.
 
     Example:
         >>> from kvboost import Sampling
@@ -283,20 +299,20 @@ class Sampling:
         kvboost.errors.ConfigError: top_p=2: expected 0 to 1
     """
 
-    max_new_tokens: int = 64
-    temperature: float = 0.0  #: 0 is the most likely token
-    top_k: int = 0  #: 0 is all
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None  #: None is another one each time
-    presence_penalty: float = 0.0  #: off the logits of tokens that the answer has already
-    frequency_penalty: float = 0.0  #: the same, times how often
-    repetition_penalty: float = 1.0  #: as Transformers', over prompt and answer
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  #: by token, added to its logit
-    stop: tuple[str, ...] = ()  #: texts at which the answer ends, without them
-    ignore_eos: bool = False
-    top_logprobs: int | None = None  #: how many to report for each token; None is no logprobs
-    grammar: Grammar | None = None  #: what the answer must form; None is anything
+    max_new_tokens: int = 64  #: most tokens to generate
+    temperature: float = 0.0  #: 0 is greedy, higher values sample
+    top_k: int = 0  #: sample from that many most likely tokens; 0: from all
+    top_p: float = 1.0  #: sample from the most likely tokens that together have this probability
+    min_p: float = 0.0  #: drop tokens below this share of the highest probability
+    seed: int | None = None  #: of the random numbers; None: a new one per request
+    presence_penalty: float = 0.0  #: subtracted from the logits of tokens in the output
+    frequency_penalty: float = 0.0  #: the same, times the number of occurrences
+    repetition_penalty: float = 1.0  #: as in Transformers, over prompt and output
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  #: added to logits, by token
+    stop: tuple[str, ...] = ()  #: texts that end the output; not part of it
+    ignore_eos: bool = False  #: whether to continue after an end token
+    top_logprobs: int | None = None  #: alternatives to report per token; None: no logprobs
+    grammar: Grammar | None = None  #: constraint on the output; None: none
 
     def __post_init__(self) -> None:
         limits = {
@@ -316,4 +332,4 @@ class Sampling:
         if not self.repetition_penalty > 0:
             raise ConfigError(f"repetition_penalty={self.repetition_penalty!r}: expected above 0")
         if "" in self.stop:
-            raise ConfigError("stop has an empty text")
+            raise ConfigError("stop contains an empty text")

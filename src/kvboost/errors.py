@@ -1,17 +1,17 @@
 """The exception tree.
 
 KVBoostError
-├── ConfigError        a wrong option: the message shows its name, its value and what is allowed
-├── UnsupportedModel   this model's K/V cannot be reused; the message says why
-├── QueueFull          too many requests wait; try again later
-├── DeadlineExceeded   a request was not done in the time that it had
-└── CacheError         a cache fault: never fails a request, it becomes a miss and a counter
+├── ConfigError        a wrong option or argument, with its name, value and what is allowed
+├── UnsupportedModel   the model's K/V cannot be reused, with the reason
+├── QueueFull          too many requests are waiting; try again later
+├── DeadlineExceeded   a request was not done by its deadline
+└── CacheError         a fault of the cache: counted as a miss, never fails a request
     └── TierUnavailable    a tier cannot be read or written now
 """
 
 
 class KVBoostError(Exception):
-    """Base of everything that KVBoost raises on purpose.
+    """Base class of KVBoost's own errors.
 
     Example:
         >>> from kvboost import KVBoostError
@@ -24,7 +24,7 @@ class KVBoostError(Exception):
 
 
 class ConfigError(KVBoostError, ValueError):
-    """An option or argument has a wrong name or value; also a ValueError.
+    """An option or argument is unknown or has a wrong value; also a ValueError.
 
     Example:
         >>> engine.generate("The capital of France is", adapter="tone")
@@ -34,12 +34,12 @@ class ConfigError(KVBoostError, ValueError):
 
 
 class UnsupportedModel(KVBoostError):
-    """K/V reuse cannot be right for this model, so it is refused when the model is loaded.
+    """The model's K/V cannot be reused correctly; raised when the engine is created.
 
-    With `strict=False` such a model runs, without reuse.
+    With `strict=False` the model runs without reuse instead.
 
     Example:
-        A model that has a state instead of K/V:
+        A model with a recurrent state instead of K/V:
 
         >>> from kvboost import KVBoost, UnsupportedModel
         >>> from transformers import MambaConfig, MambaForCausalLM
@@ -53,17 +53,17 @@ class UnsupportedModel(KVBoostError):
 
 
 class QueueFull(KVBoostError):
-    """Too many requests wait already; the same request may be taken later."""
+    """Too many requests are waiting; try again later."""
 
 
 class DeadlineExceeded(KVBoostError):
-    """A request was not done in the time that its caller gave it."""
+    """A request was not done by its deadline."""
 
 
 class CacheError(KVBoostError):
-    """A fault of the cache; whoever asked treats it as a miss.
+    """A fault of the cache, counted as a miss; requests never fail with it.
 
-    Requests never end with it. A tier or codec of your own raises it.
+    Raise it from your own tier or codec.
 
     Example:
         >>> from kvboost import CacheError
@@ -72,7 +72,7 @@ class CacheError(KVBoostError):
         ...     read(memoryview(b"not what was stored"))
         ... except CacheError as error:
         ...     print(error)
-        19 bytes are no frame
+        19 bytes are not a frame
     """
 
 

@@ -133,7 +133,7 @@ def test_a_full_queue_says_so_and_takes_requests_again_later(engine: KVBoost) ->
     blockers = [running(engine, seed) for seed in range(2)]
     waiting = [engine.submit(words(20, seed=seed), greedy(2)) for seed in range(3)]
     for _ in range(20):
-        with pytest.raises(QueueFull, match="3 requests wait already"):
+        with pytest.raises(QueueFull, match="3 requests are waiting already"):
             engine.submit(words(20), greedy(2))
     waiting[1].cancel()
     with pytest.raises(CancelledError):

@@ -136,7 +136,7 @@ def test_warm_documents_are_found_by_another_engine(
     assert counts == {"texts": 2, "tokens": 2 * num_tokens, "computed_tokens": 2 * num_tokens}
     assert main(["warm", str(folder / "a.txt"), *where]) == 0
     printed = capsys.readouterr()
-    assert f"1 texts, {num_tokens} tokens, 1 of them computed" in printed.out
+    assert f"1 text, {num_tokens} tokens, 1 of them computed" in printed.out
     assert f"a.txt: {num_tokens} of {num_tokens} tokens" in printed.err
     document = ("--document", str(folder / "sub" / "b.txt"))
     found = told(capsys, "generate", "Why?", *document, *where, "--max-new-tokens", "2")
@@ -161,7 +161,7 @@ def test_a_long_text_is_warmed_in_steps_that_are_told(
     assert main(["warm", str(tmp_path / "long.txt"), *where]) == 0
     printed, total = capsys.readouterr(), len((TEXT * 4).strip()) + 2
     assert re.findall(r"([\d,]+) of [\d,]+ tokens", printed.err) == ["1,024", f"{total:,}"]
-    assert f"1 texts, {total} tokens, {total} of them computed" in printed.out
+    assert f"1 text, {total} tokens, {total} of them computed" in printed.out
 
 
 def test_explain_sees_a_warmed_document_as_generate_does(

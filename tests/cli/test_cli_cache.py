@@ -69,7 +69,7 @@ def test_clear_and_errors(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "is not the folder of a disk tier" in capsys.readouterr().err
     assert main(["cache", "ls", "redis://me:secret@host"]) == 1
     error = capsys.readouterr().err
-    assert "is no folder" in error and "secret" not in error
+    assert "is not a folder" in error and "secret" not in error
 
 
 def test_what_is_done_is_told_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

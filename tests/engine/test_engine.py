@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from fakes import WordTokenizer, words
-from kvboost import ConfigError, GenerationMode, KVBoost, KVBoostError, UnsupportedModel
+from fakes import WordTokenizer, byte_tokenizer, words
+from kvboost import ConfigError, GenerationMode, KVBoost, KVBoostError, TextStream, UnsupportedModel
 from kvboost.codecs.frame import read
 from kvboost.core import MatchKind, Span
 from tiny_models import REFUSED, SUPPORTED, build
@@ -202,6 +202,102 @@ def test_chat_history_is_found_again(engine: KVBoost) -> None:
     assert second.token_ids == engine.chat(messages, 8, reuse="off").token_ids
 
 
+def test_a_chat_streams_what_it_would_return(engine: KVBoost) -> None:
+    messages = [{"role": "user", "content": " ".join(map(str, words(30)))}]
+    expected = engine.chat(messages, 8)
+    with engine.chat(messages, 8, stream=True) as stream:
+        pieces = list(stream)
+    assert isinstance(stream, TextStream) and len(pieces) > 3
+    assert "".join(pieces) == expected.output_text
+    assert stream.result is not None and stream.result.prompt_tokens == expected.prompt_tokens
+
+    async def read() -> list[str]:
+        return [piece async for piece in engine.achat(messages, 8)]
+
+    assert "".join(asyncio.run(read())) == expected.output_text
+
+
+def test_a_prompt_of_another_type_is_refused_with_the_call_to_use(engine: KVBoost) -> None:
+    def calls(prompt: object) -> list[Callable[[], object]]:
+        return [
+            lambda: engine.generate(prompt),
+            lambda: engine.stream(prompt),
+            lambda: engine.astream(prompt),
+            lambda: engine.submit(prompt),
+            lambda: engine.generate_batch([prompt]),
+            lambda: engine.explain(prompt),
+            lambda: engine.score(prompt, ["1"]),
+            lambda: engine.verify_correctness([prompt]),
+        ]
+
+    for call in calls([{"role": "user", "content": "1 2"}]):
+        with pytest.raises(TypeError, match=r"a list of messages: call chat\(messages\)"):
+            call()
+    for call in calls(["1 2", "3"]):
+        with pytest.raises(TypeError, match=r"call generate_batch\(prompts\)"):
+            call()
+    for call in calls(b"1 2"):
+        with pytest.raises(TypeError, match="is a bytes: expected text or token ids"):
+            call()
+
+
+def test_a_result_says_why_it_ended(engine: KVBoost) -> None:
+    prompt = words(30)
+    whole = engine.generate(prompt, 8)
+    fourth = whole.token_ids[3]
+    num = whole.token_ids.index(fourth) + 1
+    assert whole.finish_reason == "length"
+    ended = engine.generate(prompt, 8, eos_token_id=fourth)
+    assert (ended.finish_reason, len(ended.token_ids)) == ("stop", num)
+    at_limit = engine.generate(prompt, num, eos_token_id=fourth)
+    assert (at_limit.finish_reason, len(at_limit.token_ids)) == ("stop", num)
+    assert engine.generate(prompt, 8, stopping_criteria=[_after_two]).finish_reason == "stop"
+    assert engine.generate_batch([prompt], 8)[0].finish_reason == "length"
+
+
+def test_a_stop_string_at_the_limit_is_a_stop() -> None:
+    tokenizer, prompt = byte_tokenizer(), words(30)
+    model = build(*SUPPORTED["llama"])
+    model.generation_config.suppress_tokens = [*range(256, 512)]  # the answer is of single bytes
+    with KVBoost(model, tokenizer) as engine:
+        answer = engine.generate(prompt, 24)
+        place, stop = next((i, c) for i, c in enumerate(answer.output_text) if c.isascii())
+        num_tokens = len(tokenizer(answer.output_text[: place + 1]).input_ids)
+        ended = engine.generate(prompt, num_tokens, stop_strings=[stop])
+    assert (answer.finish_reason, ended.finish_reason) == ("length", "stop")
+
+
+def _after_two(ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+    return torch.full(ids.shape[:1], ids.shape[1] >= 32)
+
+
+def test_a_temperature_samples_without_do_sample(engine: KVBoost) -> None:
+    prompt = words(30)
+    greedy = engine.generate(prompt, 12)
+    assert engine.generate(prompt, 12, temperature=0).token_ids == greedy.token_ids
+    for given in ({"temperature": 5.0}, {"top_p": 0.9}, {"top_k": 40}):
+        torch.manual_seed(1)
+        sampled = engine.generate(prompt, 12, **given)
+        torch.manual_seed(1)
+        assert sampled.token_ids == engine.generate(prompt, 12, do_sample=True, **given).token_ids
+        assert sampled.token_ids != greedy.token_ids
+    with pytest.raises(ConfigError, match=r"do_sample=False and temperature=0\.7, which samples"):
+        engine.generate(prompt, 12, do_sample=False, temperature=0.7)
+    with pytest.raises(ConfigError, match="do_sample=True and temperature=0, which is greedy"):
+        engine.generate_batch([prompt], 12, do_sample=True, temperature=0)
+
+
+def test_reuse_of_quantised_kv_is_not_called_exact() -> None:
+    prompt = words(50)
+    with engine_of(kv_cache_bits=8) as engine:
+        engine.generate(prompt, 2)
+        reports = [engine.generate(prompt, 2).reuse, engine.explain(prompt)]
+    for report in reports:
+        assert str(report).startswith("49 tokens reused from 8-bit K/V, 0 moved")
+        assert "exact" not in str(report)
+        assert report.spans[0].reason == "from 8-bit K/V: approximate"
+
+
 def test_warm_takes_texts_messages_and_ids_and_can_pin(engine: KVBoost) -> None:
     text = " ".join(map(str, words(40)))
     assert engine.warm(text).num_computed == 40
@@ -214,7 +310,7 @@ def test_warm_takes_texts_messages_and_ids_and_can_pin(engine: KVBoost) -> None:
     assert engine.generate([*words(40), 7], 2).cached_tokens == 40
     with pytest.raises(ConfigError, match="position_offset=3"):
         engine.warm(text, 3)
-    with pytest.raises(ConfigError, match="needs pin=True"):
+    with pytest.raises(ConfigError, match="requires pin=True"):
         engine.warm(text, ttl_s=3)
 
 

@@ -148,7 +148,7 @@ def test_audits_find_a_bad_strategy_and_the_engine_falls_back_to_exact() -> None
             notes.append(result.reuse.note)
             engine.flush()
         assert result.reuse.tokens(MatchKind.MOVED) == 0
-        assert "not reused any more" in notes[-1]
+        assert "no longer reused" in notes[-1]
         assert notes[:NUM_TRIALS] == [""] * NUM_TRIALS
         quality = engine.cache_stats()["quality"][""]
         assert quality["audits"] == NUM_TRIALS
@@ -258,7 +258,7 @@ def test_explain_says_why(engine: KVBoost) -> None:
     assert "later than when it was computed" in report.spans[2].reason
     assert report.spans[3].reason == "not seen before"
     differing = engine.explain([*prompt([0, 1], 0)[:90], *words(90, 7)])
-    assert "a stored prompt has" in differing.spans[1].reason
+    assert "the nearest stored prompt has" in differing.spans[1].reason
     assert engine.cache_stats()["requests"] == 2  # nothing was run
 
 
@@ -268,7 +268,7 @@ def test_explain_knows_what_was_evicted() -> None:
         engine.generate(words(150, 2), 1)
         engine.flush()
         reasons = {each.reason for each in engine.explain(words(150, 1)).spans}
-        assert "was stored with the same text before it, and evicted" in reasons
+        assert "evicted" in reasons
 
 
 class Provenances(RuleBasedStateMachine):

@@ -198,7 +198,7 @@ def test_an_engine_keeps_an_installed_tier_and_gives_the_model_back_with_it(tier
     with KVBoost(model, WordTokenizer(), chunk_size=16) as engine:
         assert implementation(model) == installed
         for call in (install_flash_attention, uninstall_flash_attention):
-            with pytest.raises(ConfigError, match="an engine has the model"):
+            with pytest.raises(ConfigError, match="an engine uses the model"):
                 call(model)
         with pytest.raises(UnsupportedModel, match="an engine has it already"):
             KVBoost(model, WordTokenizer())

@@ -141,7 +141,7 @@ def test_the_fingerprint_is_the_same_in_another_process(file: Path) -> None:
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gone.gguf': there is no such file"):
         KVBoost.from_pretrained(str(tmp_path / "gone.gguf"))
-    with pytest.raises(OSError, match=r"gone\.gguf"):
+    with pytest.raises(ConfigError, match=r"gone\.gguf"):
         KVBoost.from_pretrained(str(tmp_path), gguf_file="gone.gguf")
 
 

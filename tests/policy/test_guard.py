@@ -23,7 +23,7 @@ def test_a_bad_workload_falls_back_to_exact_after_a_known_number_of_answers(
     with caplog.at_level(logging.WARNING):
         assert answers_until_exact(guard, kl=0.3) == 3 * NUM_TRIALS
     assert [record.message for record in caplog.records if "raised to 0.20" in record.message]
-    assert "not reused any more" in guard.terms("tenant").note
+    assert "no longer reused" in guard.terms("tenant").note
     assert guard.snapshot()["tenant"]["moved_allowed"] is False
     assert guard.terms("another").allows_moved
 

@@ -16,6 +16,7 @@ from kvboost.errors import KVBoostError
 
 if TYPE_CHECKING:
     from kvboost.engine.engine import KVBoost
+    from kvboost.engine.results import GenerationResult
 
 MAX_NEW_TOKENS = 512
 LEAVE = "/exit"
@@ -58,16 +59,13 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 def _answer(engine: KVBoost, messages: list[dict[str, str]], options: argparse.Namespace) -> str:
-    from kvboost.engine.texts import chat_tokens  # noqa: PLC0415
-
     arguments = flags.sampling(options)
     if options.json:
-        result = engine.chat(messages, **arguments)
+        result: GenerationResult = engine.chat(messages, **arguments)
         sys.stdout.write(json.dumps(as_dict(result)) + "\n")
         sys.stdout.flush()
     else:
-        tokens = chat_tokens(messages, engine.tokenizer, add_generation_prompt=True)
-        result = print_stream(engine, tokens, arguments)
+        result = print_stream(engine.chat(messages, stream=True, **arguments))
     sys.stderr.write(f"[{line(result)}]\n")
     return result.output_text
 

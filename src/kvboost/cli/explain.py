@@ -13,6 +13,7 @@ from kvboost.cli import flags
 from kvboost.cli.loading import loaded, read, read_document
 from kvboost.cli.prompts import add_raw, prompt_tokens
 from kvboost.cli.warm import warm_text
+from kvboost.core import counted, percent
 from kvboost.errors import KVBoostError, missing_packages
 
 if TYPE_CHECKING:
@@ -129,12 +130,13 @@ def draw(report: ReuseReport, tokens: list[int], tokenizer: PreTrainedTokenizerB
     console.print()
     total = max(1, len(tokens))
     shares = [
-        f"{kind} {sum(len(s.span) for s in report.spans if s.kind.value == kind) / total:.0%}"
+        f"{kind} {percent(sum(len(s.span) for s in report.spans if s.kind.value == kind), total)}"
         for kind in COLOURS
     ]
     repaired = f", {report.repaired_tokens} moved tokens computed again"
     console.print(
-        f"{total} tokens: {', '.join(shares)}{repaired if report.repaired_tokens else ''}"
+        f"{counted(total, 'token')}: {', '.join(shares)}"
+        f"{repaired if report.repaired_tokens else ''}"
     )
     if report.predicted_ms is not None and report.full_ms is not None:
         console.print(

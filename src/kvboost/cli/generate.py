@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost.cli import flags, prompts
 from kvboost.cli.loading import loaded, read, read_document
+from kvboost.core import counted, percent
 
 if TYPE_CHECKING:
     from kvboost.engine.engine import KVBoost
     from kvboost.engine.results import GenerationResult
+    from kvboost.engine.stream import TextStream
 
 MAX_NEW_TOKENS = 64
 
@@ -64,7 +66,7 @@ def _generate(options: argparse.Namespace) -> int:
         tokens = prompts.prompt_tokens(engine, prompt, documents, raw=options.raw)
         arguments = flags.sampling(options)
         if not options.json and (sys.stdout.isatty() if options.stream is None else options.stream):
-            result = print_stream(engine, tokens, arguments)
+            result = print_stream(engine.stream(tokens, **arguments))
         else:
             result = engine.generate(tokens, **arguments)
             text = json.dumps(as_dict(result)) if options.json else result.output_text
@@ -91,9 +93,9 @@ def _question(options: argparse.Namespace) -> str:
     return read(options.file or "-")
 
 
-def print_stream(engine: KVBoost, tokens: list[int], arguments: Any) -> GenerationResult:
-    """Print an answer as it is generated, and a line end."""
-    with engine.stream(tokens, **arguments) as stream:
+def print_stream(stream: TextStream) -> GenerationResult:
+    """Print the output as it is generated, and a line end."""
+    with stream:
         for piece in stream:
             sys.stdout.write(piece)
             sys.stdout.flush()
@@ -106,8 +108,9 @@ def print_stream(engine: KVBoost, tokens: list[int], arguments: Any) -> Generati
 def line(result: GenerationResult) -> str:
     """Reuse and timings of an answer."""
     return (
-        f"{result.kv_reuse_ratio:.0%} of {result.prompt_tokens} prompt tokens reused; "
-        f"first token after {result.ttft_ms:.0f} ms, {len(result.token_ids)} tokens in "
+        f"{percent(result.cached_tokens, result.prompt_tokens)} of "
+        f"{counted(result.prompt_tokens, 'prompt token')} reused; "
+        f"first token after {result.ttft_ms:.0f} ms, {counted(len(result.token_ids), 'token')} in "
         f"{result.total_ms:.0f} ms"
     )
 
@@ -118,6 +121,7 @@ def as_dict(result: GenerationResult) -> dict[str, Any]:
 
     return {
         "text": result.output_text,
+        "finish_reason": result.finish_reason,
         "new_tokens": len(result.token_ids),
         "prompt_tokens": result.prompt_tokens,
         "cached_tokens": result.cached_tokens,

@@ -11,6 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from kvboost.core import percent
+
 Figures: TypeAlias = Mapping[str, Any]
 
 WIDTH = 40  # of the bars; all of it fits into 80 columns
@@ -60,8 +62,8 @@ def _reuse(tokens: Figures) -> tuple[Text, Text]:
     for kind, colour in COLOURS.items():
         share = tokens[kind] / total
         bar.append("█" * round(share * WIDTH), colour)
-        words.append(f"{kind} {share:.0%}  ", colour)
-    return bar, words.append(f"repaired {tokens['repaired'] / total:.0%}", "dim")
+        words.append(f"{kind} {percent(tokens[kind], total)}  ", colour)
+    return bar, words.append(f"repaired {percent(tokens['repaired'], total)}", "dim")
 
 
 def _tiers(engine: Figures) -> RenderableType:

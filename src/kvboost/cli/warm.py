@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvboost.cli import flags, prompts
 from kvboost.cli.loading import loaded, read_document
+from kvboost.core import counted
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,8 +73,8 @@ def _warm(options: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps(counts) + "\n")
     else:
         sys.stdout.write(
-            "{texts} texts, {tokens} tokens, {computed_tokens} of them computed, "
-            "{seconds:.1f} s\n".format(**counts)
+            f"{counted(len(texts), 'text')}, {counted(num_tokens, 'token')}, "
+            f"{num_computed} of them computed, {counts['seconds']:.1f} s\n"
         )
     return 0
 

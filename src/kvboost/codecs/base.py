@@ -20,13 +20,13 @@ CODEC_NAMES = {0: "raw", 1: "int8", 2: "int4"}
 
 
 class Codec(ABC):
-    """Turns a chunk's K/V into the payload of a frame and back."""
+    """Encodes a chunk's K/V as the payload of a frame, and decodes it."""
 
     number: ClassVar[int]
 
     @property
     def name(self) -> str:
-        """As in `CODEC_NAMES`."""
+        """Its name in `CODEC_NAMES`."""
         return CODEC_NAMES[self.number]
 
     def __init__(self, geometry: KVGeometry) -> None:
@@ -34,12 +34,12 @@ class Codec(ABC):
 
     @abstractmethod
     def size(self, num_tokens: int) -> int:
-        """Bytes of the payload of that many tokens."""
+        """Size of the payload for `num_tokens` tokens, in bytes."""
 
     @abstractmethod
     def encode(self, kv: KV, payload: memoryview) -> None:
-        """Fill `payload`, of the right size; the caller may overwrite `kv` afterwards."""
+        """Write `kv` to `payload`, which has the right size; keep no reference to `kv`."""
 
     @abstractmethod
     def decode(self, payload: memoryview, num_tokens: int) -> KV:
-        """The K/V, possibly as views of a `payload` of the right size: read, never written."""
+        """The K/V in `payload`, which has the right size; may be read-only views of it."""

@@ -112,7 +112,7 @@ def read(source: memoryview) -> Head:
         FrameError: with the reason.
     """
     if len(source) < _FIXED.size:
-        raise FrameError(f"{len(source)} bytes are no frame")
+        raise FrameError(f"{len(source)} bytes are not a frame")
     fixed = _FIXED.unpack_from(source)
     magic, version, codec, provenance, start, *sizes, home, payload_bytes = fixed[:11]
     if magic != MAGIC or version != VERSION:
@@ -121,7 +121,7 @@ def read(source: memoryview) -> Head:
         raise FrameError("the lengths of its parts do not add up")
     key, parent, space, payload_sum, seal = fixed[11:]
     if _seal(source[:start]) != seal:
-        raise FrameError("its head has another checksum")
+        raise FrameError("the checksum of its head is wrong")
     geometry, tokens, sensitivity, words = _cut(source[_FIXED.size :], sizes)
     is_ranked = len(sensitivity) * TOKEN_BYTES == len(tokens)
     is_known = provenance < len(_PROVENANCES) and (is_ranked or not sensitivity)
@@ -161,7 +161,7 @@ def check(source: memoryview, key: FrameKey) -> Head:
     if head.payload.stop != len(source):
         raise FrameError(f"it has {len(source)} bytes instead of {head.payload.stop}")
     if xxh3_64_intdigest(source[head.payload]) != head.payload_sum:
-        raise FrameError("its payload has another checksum")
+        raise FrameError("the checksum of its payload is wrong")
     return head
 
 

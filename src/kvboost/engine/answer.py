@@ -7,11 +7,12 @@ from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
 
 from kvboost.build import Parts
+from kvboost.core import FinishReason
 from kvboost.engine.audit import carry_out, prepare_audit
 from kvboost.engine.prefill import Prefilled, Terms, keep, prefill
 from kvboost.engine.report import count, report
 from kvboost.engine.request import Request
-from kvboost.engine.results import GenerationResult
+from kvboost.engine.results import GenerationResult, finish_reason
 from kvboost.models.hf import HFModel, StepWatch, stopping_criteria
 from kvboost.models.slots import SlotCache
 from kvboost.models.streaming import TextCallback
@@ -28,7 +29,7 @@ def answer(
     """Generate, and return the result with the work of storing its K/V, to be done later."""
     begun_at = time.perf_counter()
     if request.cancelled.is_set():
-        raise CancelledError("cancelled while it waited")
+        raise CancelledError("cancelled while waiting")
     parts = parts.under(request.adapter)
     model = parts.model
     watch = StepWatch(request.cancelled.is_set)
@@ -53,6 +54,7 @@ def answer(
     result = GenerationResult(
         output_text=texts[0],
         token_ids=sequences[0][num_prompt:],
+        finish_reason=_finish_reason(sequences[0][num_prompt:], texts[0], num_new, request, model),
         ttft_ms=1e3 * (first_token_at - request.started_at),
         total_ms=1e3 * (finished_at - request.started_at),
         prompt_tokens=num_prompt,
@@ -92,6 +94,17 @@ def terms_of(request: Request, parts: Parts, *, is_refused: bool) -> tuple[Terms
     if not allowed.allows_moved:
         return Terms("exact", request.tenant), allowed.note
     return Terms("auto", request.tenant, allowed.ratio), allowed.note
+
+
+def _finish_reason(
+    output: list[int], text: str, limit: int, request: Request, model: HFModel
+) -> FinishReason:
+    """By the tokens and the text: Transformers does not say why it stopped."""
+    stops = model.setting("stop_strings", request.arguments) or ()
+    is_stopped = not model.end_tokens(request.arguments).isdisjoint(output) or any(
+        stop in text for stop in ([stops] if isinstance(stops, str) else stops)
+    )
+    return finish_reason(len(output), limit, is_stopped=is_stopped) or "stop"
 
 
 def _stages_ms(

@@ -23,25 +23,25 @@ ERASING_S = 5.0  # that a deletion waits for tiers below memory
 
 @dataclass(frozen=True)
 class Deletion:
-    """What was deleted: chunks that this process knew, and where some bytes are still to go.
+    """Result of a deletion: requests cannot hit the deleted chunks any more.
 
-    Nothing of it is found any more. Tiers in `pending` could not be reached, or are not done yet;
-    they are tried again for as long as the engine lives.
+    Tiers in `pending` still hold some of the bytes, because they are slow or cannot be reached.
+    The engine retries until it is closed.
     """
 
-    num_deleted: int
-    pending: tuple[str, ...] = ()
+    num_deleted: int  #: chunks known to this process
+    pending: tuple[str, ...] = ()  #: names of tiers
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The stored chunks, under whatever adapter. Calls from any thread."""
+    """The stored chunks of all adapters. Thread-safe."""
 
     _parts: Parts
     _tokenizer: Any
 
     def chunks(self, tenant: str, limit: int) -> list[dict[str, Any]]:
-        """Some chunks of a tenant, at most `limit`, with the beginning of their text."""
+        """At most `limit` chunks of a tenant, with the start of their text."""
         store = self._parts.store
         return [
             {
@@ -58,14 +58,14 @@ class Contents:
         ]
 
     def pin(self, tokens: list[int], *, tenant: str, ttl_s: float | None) -> int:
-        """Keep the stored chunks of a text from leaving; how many they are."""
+        """Pin the stored chunks of a text, and return how many there are."""
         return sum(pin(tokens, each, tenant=tenant, ttl_s=ttl_s) for each in self._parts.variants)
 
     def delete(self, tokens: list[int] | None, *, tenant: str) -> Deletion:
-        """Forget the stored chunks of a text, or all that the tenant has, in every tier.
+        """Delete the chunks of a text, or all of the tenant (None), in every tier.
 
-        Pinned ones too. What the tenant had is not found any more from now on, by any process that
-        reaches the shared tier. Other processes may have copies of a single text in memory.
+        Pinned chunks are deleted too. Processes that reach the shared tier stop hitting a deleted
+        tenant's chunks at once; of a single text, they may keep copies in memory.
         """
         store = self._parts.store
         if tokens == []:

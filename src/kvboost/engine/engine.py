@@ -1,4 +1,4 @@
-"""`KVBoost`: the library's front door. Calls from any thread; requests are computed in turn."""
+"""`KVBoost`: the engine that users call, from any thread."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from kvboost.build import build
-from kvboost.config import certified_folder, check_reuse, make_options
+from kvboost.config import OptionValues, certified_folder, check_reuse, make_options
 from kvboost.core import ReuseMode, Sampling, StoreListener
 from kvboost.engine.batch.arguments import sampling_of
 from kvboost.engine.batch.front import BatchFront
@@ -18,14 +18,8 @@ from kvboost.engine.batch.ticket import Ticket
 from kvboost.engine.calls import Calls
 from kvboost.engine.contents import Contents
 from kvboost.engine.explain import explain
-from kvboost.engine.request import DEFAULT_NEW_TOKENS
-from kvboost.engine.results import (
-    CorrectnessReport,
-    GenerationMode,
-    GenerationResult,
-    ReuseReport,
-    WarmResult,
-)
+from kvboost.engine.request import DEFAULT_NEW_TOKENS, CallArguments, Request
+from kvboost.engine.results import CorrectnessReport, GenerationResult, ReuseReport, WarmResult
 from kvboost.engine.score import ScoreResult, continuation_tokens, score
 from kvboost.engine.stats import cache_stats
 from kvboost.engine.stream import TextStream, text_of
@@ -35,25 +29,29 @@ from kvboost.engine.warm import Warming
 from kvboost.engine.worker import Worker
 from kvboost.errors import ConfigError, KVBoostError, UnsupportedModel
 from kvboost.models.hf import HFModel
-from kvboost.models.load import MODEL_ONLY, SHARED, boundary_tokens, load
+from kvboost.models.load import LoadArguments, boundary_tokens, load_or_tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
     from kvboost.engine.texts import Messages, Prompt
 
-FLUSH_S = 60.0  # what `flush` waits for these tiers
+FLUSH_S = 60.0  # for tiers below memory
+
+
+class PretrainedArguments(OptionValues, LoadArguments, total=False):
+    """Options of the engine and arguments of Transformers' `from_pretrained`."""
 
 
 class KVBoost:
-    """A language model that does not read again what it has read before.
+    """A Transformers model with a cache of the K/V it has computed.
 
-    Calls may come from any thread. They are computed in turn, those of `generate_batch` and
-    `submit` together. As a context manager it is closed at the end.
+    Calls may come from any thread. Requests of `generate`, `stream` and `chat` run one at a time,
+    those of `submit` and `generate_batch` in one batch. As a context manager it closes itself.
 
     Example:
-        In the examples of the methods `engine` is this one.
+        The examples of the methods use this `engine`.
 
         >>> from kvboost import KVBoost
         >>> engine = KVBoost.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
@@ -70,17 +68,21 @@ class KVBoost:
         tokenizer: PreTrainedTokenizerBase,
         *,
         adapters: Mapping[str, str] | None = None,
-        **options: Any,
+        **options: Unpack[OptionValues],
     ) -> None:
-        """Certify `model` and put it to work; `kvboost.config.Options` lists the options.
+        """Certify `model` and build an engine around it.
 
-        The model computes a short text both ways for that. `adapters` are PEFT adapters by name,
-        each a folder or a name on the hub. Until `close`, the model runs with our attention
-        functions, also outside the engine.
+        Until `close`, the model runs with KVBoost's attention functions, also outside the engine.
+
+        Args:
+            model: A causal language model of Transformers.
+            tokenizer: Its tokenizer.
+            adapters: PEFT adapters by name, each a folder or a hub name.
+            **options: Fields of `kvboost.config.Options`. Sizes are bytes, or texts such as "4GiB".
 
         Raises:
-            UnsupportedModel: the model's K/V cannot be reused (unless `strict=False`).
-            ConfigError: an option has a wrong name or value, an adapter does not fit.
+            UnsupportedModel: The model's K/V cannot be reused, and `strict` is True.
+            ConfigError: An option is unknown or wrong, or an adapter does not fit the model.
         """
         self._options = make_options(options)
         self.tokenizer = tokenizer
@@ -120,58 +122,66 @@ class KVBoost:
         *,
         device: str | None = None,
         adapters: Mapping[str, str] | None = None,
-        max_weight_bytes: int | None = None,
-        **arguments: Any,
+        max_weight_bytes: int | str | None = None,
+        **arguments: Unpack[PretrainedArguments],
     ) -> Self:
-        """Load a model and its tokenizer by name, folder or GGUF file, and adapters.
+        """Load a model with its tokenizer, and build an engine around it.
 
-        With `max_weight_bytes` a model runs that does not fit: at most that much of its weights is
-        in memory at a time. `arguments` are our options and those of Transformers'
-        `from_pretrained` (dtype, revision, gguf_file, quantization_config ...). The model goes to
-        `device`; None: to a GPU if there is one.
+        Args:
+            model: Hub name, folder or GGUF file.
+            device: "cpu", "cuda", "cuda:1" ...; default: a GPU if there is one.
+            adapters: PEFT adapters by name, each a folder or a hub name.
+            max_weight_bytes: Most bytes of weights in memory at a time, for models larger than
+                memory: an int, or a text such as "4GiB".
+            **arguments: Options of the engine, and arguments of Transformers' `from_pretrained`
+                (dtype, revision, gguf_file, quantization_config ...).
 
         Raises:
-            UnsupportedModel: the model's K/V cannot be reused (unless `strict=False`).
-            ConfigError: an option has a wrong name or value, an adapter does not fit.
-            OSError: there is no such model, as Transformers says it.
+            UnsupportedModel: The model's K/V cannot be reused, and `strict` is True.
+            ConfigError: The model cannot be found or loaded, an argument is unknown or wrong, or
+                an adapter does not fit the model.
 
         Example:
             >>> name = "HuggingFaceTB/SmolLM2-135M-Instruct"
-            >>> with KVBoost.from_pretrained(name, dtype="float32", max_cache_bytes=2**30) as other:
-            ...     other.generate("The capital of France is", max_new_tokens=2).output_text
+            >>> with KVBoost.from_pretrained(name, dtype="float32", max_cache_bytes="1GiB") as big:
+            ...     big.generate("The capital of France is", max_new_tokens=2).output_text
             ' Paris.'
         """
-        host_names = {*SHARED, *MODEL_ONLY}
-        own = {name: value for name, value in arguments.items() if name not in host_names}
+        host_names = LoadArguments.__optional_keys__
+        own: Any = {name: value for name, value in arguments.items() if name not in host_names}
         make_options(own, also_known={*host_names, "adapters", "device", "max_weight_bytes"})
         host = {name: value for name, value in arguments.items() if name in host_names}
-        return cls(*load(model, device, host, max_weight_bytes), adapters=adapters, **own)
+        loaded = load_or_tell(model, device, host, max_weight_bytes)
+        return cls(*loaded, adapters=adapters, **own)
 
     def generate(
         self,
         prompt: Prompt,
         max_new_tokens: int | None = None,
-        *,
-        documents: Sequence[str] = (),
-        mode: GenerationMode | None = None,
-        reuse: ReuseMode | None = None,
-        tenant: str = "",
-        adapter: str | None = None,
-        **arguments: Any,
+        **arguments: Unpack[CallArguments],
     ) -> GenerationResult:
-        """Answer a prompt, given as text or token ids, and wait for the whole answer.
+        """Complete a prompt and wait for the whole output.
 
-        `documents` are texts in the prompt that may stand in others too: each is tokenized by
-        itself, so that it has the same tokens wherever it stands. Greedy unless `do_sample=True`;
-        any argument of Transformers' `generate()` works, but for its cache. Without
-        `max_new_tokens` 64 at most. `reuse` is "off", "exact" or "auto", None: as the engine was
-        made. `tenant` separates stores: one tenant's prompts never hit another's. `adapter` names
-        one that is loaded, with a store of its own; None: the model as it came, "": the base model.
-        `mode` is `reuse` by the names of the original package.
+        Args:
+            prompt: Text or token ids.
+            max_new_tokens: Most tokens to generate; default: 64.
+            documents: Texts inside the prompt that other prompts contain too. Each is tokenized
+                on its own, so that it has the same tokens in every prompt.
+            reuse: "off", "exact" or "auto"; default: the engine's option.
+            tenant: Whose cache to use. Tenants never hit each other's K/V.
+            adapter: Name of a loaded adapter, "" for the base model; default: the model as loaded.
+            mode: Another way to give `reuse`: a `GenerationMode`.
+            do_sample: Whether to sample; default: False, or True with one of the next four.
+            temperature: Above 0 samples, 0 is greedy.
+            top_k: Sample from that many most likely tokens.
+            top_p: Sample from the most likely tokens that together have this probability.
+            min_p: Drop tokens below this share of the highest probability.
+            **arguments: Any argument of Transformers' `generate()` except its cache.
 
         Raises:
-            ConfigError: the prompt is empty, or an argument cannot be used.
-            KVBoostError: the engine is closed.
+            TypeError: The prompt is neither text nor token ids.
+            ConfigError: The prompt is empty, or an argument cannot be used.
+            KVBoostError: The engine is closed.
 
         Example:
             >>> page = 8 * " In winter the pump is kept in the cellar."
@@ -183,10 +193,7 @@ class KVBoost:
             >>> engine.generate(prompt, max_new_tokens=4, tenant="somebody else").cached_tokens
             0
         """
-        request = self._calls.request(
-            prompt, max_new_tokens, documents, mode, reuse, tenant, adapter, **arguments
-        )
-        return self._calls.run(request)
+        return self._calls.run(self._calls.request(prompt, max_new_tokens, **arguments))
 
     def generate_batch(
         self,
@@ -194,16 +201,24 @@ class KVBoost:
         max_new_tokens: int | None = None,
         *,
         per_prompt: Sequence[Mapping[str, Any]] | None = None,
-        **arguments: Any,
+        **arguments: Unpack[CallArguments],
     ) -> list[GenerationResult]:
-        """Answer several prompts together; what they share is computed once and held once.
+        """Complete several prompts in one batch and wait for all outputs.
 
-        `per_prompt` holds arguments of single prompts, which win over the common ones. Prompts
-        with arguments that only Transformers' `generate()` knows are answered one by one. Waits for
-        all answers, which come in the order of the prompts.
+        Text that prompts share is computed and held once. Prompts with arguments that only
+        Transformers' `generate()` supports run one at a time.
+
+        Args:
+            prompts: Texts or lists of token ids.
+            max_new_tokens: Most tokens to generate per prompt; default: 64.
+            per_prompt: Arguments of single prompts, which override the common ones.
+            **arguments: See `generate`.
+
+        Returns:
+            One result per prompt, in the same order.
 
         Raises:
-            ConfigError: a prompt or argument cannot be used.
+            ConfigError: A prompt or argument cannot be used.
 
         Example:
             >>> prompts = ["The capital of France is", "The capital of Italy is"]
@@ -216,7 +231,7 @@ class KVBoost:
             [1, 2]
         """
         if isinstance(prompts, str):
-            raise ConfigError("generate_batch takes a list of prompts, not a text")
+            raise ConfigError("prompts is one text: expected a list of prompts")
         own = per_prompt or [{}] * len(prompts)
         if len(own) != len(prompts):
             raise ConfigError(f"per_prompt has {len(own)} entries for {len(prompts)} prompts")
@@ -240,17 +255,26 @@ class KVBoost:
         deadline_s: float | None = None,
         listener: Listener | None = None,
     ) -> Ticket:
-        """Let a prompt join the batch of all that are being answered; returns at once.
+        """Add a prompt to the running batch and return at once.
 
-        The ticket's `result()` waits for the answer, `cancel()` gives it up. `listener` gets each
-        new piece of the answer on the engine's thread, and must be quick. Without `sampling`:
-        `default_sampling`. A request that is not done after `deadline_s` seconds ends with
-        `DeadlineExceeded`; None: it may take its time.
+        Args:
+            prompt: Text or token ids.
+            sampling: How to choose tokens; default: `default_sampling()`.
+            documents: See `generate`.
+            reuse: See `generate`.
+            tenant: See `generate`.
+            adapter: See `generate`.
+            deadline_s: Seconds after which the request fails with `DeadlineExceeded`.
+            listener: Called with each new piece of the output, on the engine's thread; must return
+                quickly.
+
+        Returns:
+            A ticket: `result()` waits for the output, `cancel()` stops the request.
 
         Raises:
-            QueueFull: too many wait already.
-            ConfigError: the prompt and its answer do not fit.
-            UnsupportedModel: the model is one that was let in by `strict=False`.
+            QueueFull: Too many requests are waiting.
+            ConfigError: The prompt with its output does not fit into the working memory.
+            UnsupportedModel: The model runs without reuse (`strict=False`).
 
         Example:
             >>> from kvboost import Sampling
@@ -266,7 +290,7 @@ class KVBoost:
         return self._front.enqueue(request, chosen, listener=listener, deadline_s=deadline_s)
 
     def default_sampling(self) -> Sampling:
-        """What the model's own generation config asks for; greedy if it says nothing.
+        """The sampling of the model's generation config; greedy if it has none.
 
         Example:
             >>> engine.default_sampling().max_new_tokens
@@ -275,7 +299,7 @@ class KVBoost:
         return sampling_of({"max_new_tokens": DEFAULT_NEW_TOKENS}, self._parts.model) or Sampling()
 
     def batch_stats(self) -> dict[str, Any]:
-        """Who runs and waits, and the K/V that they work on; returns at once.
+        """Running and waiting requests, and the K/V they use; returns at once.
 
         Example:
             >>> stats = engine.batch_stats()
@@ -288,43 +312,41 @@ class KVBoost:
         self,
         prompt: Prompt,
         max_new_tokens: int | None = None,
-        *,
-        documents: Sequence[str] = (),
-        mode: GenerationMode | None = None,
-        reuse: ReuseMode | None = None,
-        tenant: str = "",
-        adapter: str | None = None,
-        **arguments: Any,
+        **arguments: Unpack[CallArguments],
     ) -> TextStream:
-        """Answer like `generate`, but give the text as it comes; returns at once.
+        """Complete a prompt as `generate` does, and return the output as a stream of text.
+
+        Args:
+            prompt: Text or token ids.
+            max_new_tokens: Most tokens to generate; default: 64.
+            **arguments: See `generate`.
 
         Raises:
-            ConfigError: the prompt is empty, or an argument cannot be used.
+            TypeError: The prompt is neither text nor token ids.
+            ConfigError: The prompt is empty, or an argument cannot be used.
 
         Example:
             >>> "".join(engine.stream("The capital of France is", max_new_tokens=2))
             ' Paris.'
         """
-        request = self._calls.request(
-            prompt, max_new_tokens, documents, mode, reuse, tenant, adapter, **arguments
-        )
+        request = self._calls.request(prompt, max_new_tokens, **arguments)
         return TextStream(partial(self._calls.start, request))
 
     def astream(
         self,
         prompt: Prompt,
         max_new_tokens: int | None = None,
-        *,
-        documents: Sequence[str] = (),
-        mode: GenerationMode | None = None,
-        reuse: ReuseMode | None = None,
-        tenant: str = "",
-        adapter: str | None = None,
-        **arguments: Any,
+        **arguments: Unpack[CallArguments],
     ) -> AsyncIterator[str]:
-        """Answer like `stream`, for asyncio: the event loop stays free while the model computes.
+        """Stream like `stream`, for asyncio.
 
-        Nothing is computed before the first piece is asked for; leaving the loop stops it.
+        The event loop stays free while the model runs. Generation starts with the first iteration
+        and stops when the loop is left.
+
+        Args:
+            prompt: Text or token ids.
+            max_new_tokens: Most tokens to generate; default: 64.
+            **arguments: See `generate`.
 
         Example:
             >>> import asyncio
@@ -333,29 +355,51 @@ class KVBoost:
             >>> asyncio.run(answer("The capital of France is"))
             ' Paris.'
         """
-        request = self._calls.request(
-            prompt, max_new_tokens, documents, mode, reuse, tenant, adapter, **arguments
-        )
+        request = self._calls.request(prompt, max_new_tokens, **arguments)
         return text_of(partial(self._calls.start, request))
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        max_new_tokens: int | None = None,
+        *,
+        stream: Literal[False] = False,
+        tools: Any = None,
+        **arguments: Unpack[CallArguments],
+    ) -> GenerationResult: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        max_new_tokens: int | None = None,
+        *,
+        stream: Literal[True],
+        tools: Any = None,
+        **arguments: Unpack[CallArguments],
+    ) -> TextStream: ...
 
     def chat(
         self,
         messages: Messages,
         max_new_tokens: int | None = None,
         *,
+        stream: bool = False,
         tools: Any = None,
-        documents: Sequence[str] = (),
-        mode: GenerationMode | None = None,
-        reuse: ReuseMode | None = None,
-        tenant: str = "",
-        adapter: str | None = None,
-        **arguments: Any,
-    ) -> GenerationResult:
-        """Answer a conversation, in the model's own chat template.
+        **arguments: Unpack[CallArguments],
+    ) -> GenerationResult | TextStream:
+        """Reply to a conversation, in the model's chat template.
 
-        A history is found again as far as the template renders earlier messages as before and
-        the tokenizer splits an answer as the model did. `tools` go to the template; the other
-        arguments are those of `generate`.
+        Earlier turns are reused as long as the template renders them unchanged and the tokenizer
+        splits a reply into the tokens that the model generated.
+
+        Args:
+            messages: Dicts with "role" and "content", the last message at the end.
+            max_new_tokens: Most tokens to generate; default: 64.
+            stream: Return a `TextStream`, as `stream` does, instead of waiting for the whole reply.
+            tools: Tool definitions for the template.
+            **arguments: See `generate`.
 
         Example:
             >>> messages = [{"role": "user", "content": "What is the capital of France?"}]
@@ -364,17 +408,57 @@ class KVBoost:
             True
             >>> messages.append({"role": "assistant", "content": reply.output_text})
             >>> messages.append({"role": "user", "content": "And of Italy?"})
-            >>> engine.chat(messages, max_new_tokens=4).kv_reuse_ratio > 0.7
+            >>> with engine.chat(messages, max_new_tokens=4, stream=True) as pieces:
+            ...     text = "".join(pieces)
+            >>> pieces.result.kv_reuse_ratio > 0.7
             True
         """
+        request = self._chat_request(messages, max_new_tokens, tools, **arguments)
+        if stream:
+            return TextStream(partial(self._calls.start, request))
+        return self._calls.run(request)
+
+    def achat(
+        self,
+        messages: Messages,
+        max_new_tokens: int | None = None,
+        *,
+        tools: Any = None,
+        **arguments: Unpack[CallArguments],
+    ) -> AsyncIterator[str]:
+        """Stream a reply like `chat(..., stream=True)`, for asyncio; see `astream`.
+
+        Args:
+            messages: Dicts with "role" and "content", the last message at the end.
+            max_new_tokens: Most tokens to generate; default: 64.
+            tools: Tool definitions for the template.
+            **arguments: See `generate`.
+
+        Example:
+            >>> import asyncio
+            >>> async def reply(messages: list[dict[str, str]]) -> str:
+            ...     return "".join([text async for text in engine.achat(messages, 16)])
+            >>> question = {"role": "user", "content": "What is the capital of France?"}
+            >>> "Paris" in asyncio.run(reply([question]))
+            True
+        """
+        request = self._chat_request(messages, max_new_tokens, tools, **arguments)
+        return text_of(partial(self._calls.start, request))
+
+    def _chat_request(
+        self,
+        messages: Messages,
+        max_new_tokens: int | None,
+        tools: Any,
+        documents: Sequence[str] = (),
+        **arguments: Any,
+    ) -> Request:
         started_at = time.perf_counter()
         tokens = chat_tokens(
             messages, self.tokenizer, documents, tools=tools, add_generation_prompt=True
         )
-        request = self._calls.request(
-            tokens, max_new_tokens, (), mode, reuse, tenant, adapter, **arguments
-        )
-        return self._calls.run(replace(request, started_at=started_at))
+        request = self._calls.request(tokens, max_new_tokens, **arguments)
+        return replace(request, started_at=started_at)
 
     def warm(
         self,
@@ -388,16 +472,25 @@ class KVBoost:
         tenant: str = "",
         adapter: str | None = None,
     ) -> WarmResult:
-        """Read text before it is needed: a text, a list of texts, chat messages, or token ids.
+        """Prefill and store text before a request needs it; waits until it is stored.
 
-        With `anywhere`, which is the default for lists of texts in an engine with reuse="auto",
-        each text is a document that will stand in the middle of prompts; it is encoded behind
-        `preface` (a neutral text; best: the beginning that your prompts have in common). Otherwise
-        it is the beginning of prompts. `pin` keeps it from being evicted, for `ttl_s` seconds if
-        given. Waits until all is read; answers that run meanwhile have their turns.
+        Other requests keep running meanwhile.
+
+        Args:
+            content: A text, a list of texts, chat messages, or token ids.
+            position_offset: Must be 0: positions are found automatically.
+            anywhere: Whether the texts are documents in the middle of prompts (True) or the start
+                of prompts (False). Default: True for a list of texts in an engine with
+                reuse="auto".
+            preface: With `anywhere`, text to compute the documents after; default: a neutral one.
+                The common start of your prompts is best.
+            pin: Whether to exempt the text from eviction.
+            ttl_s: Seconds until the pin ends; default: never.
+            tenant: See `generate`.
+            adapter: See `generate`.
 
         Raises:
-            ConfigError: a text is empty, or an argument cannot be used.
+            ConfigError: A text is empty, or an argument cannot be used.
 
         Example:
             >>> manual = 8 * " In winter the pump is kept in the cellar."
@@ -411,7 +504,7 @@ class KVBoost:
         """
         if position_offset != 0:
             raise ConfigError(
-                f"position_offset={position_offset}: positions are found by themselves"
+                f"position_offset={position_offset}: expected 0, positions are found automatically"
             )
         if anywhere is None:
             is_list = not isinstance(content, str) and bool(content) and isinstance(content[0], str)
@@ -435,10 +528,15 @@ class KVBoost:
         adapter: str | None = None,
         across_tenants: bool = False,
     ) -> ReuseReport:
-        """Say which spans of a prompt the store would supply now, and why not more.
+        """Predict what a prompt would reuse, and why not more; the model does not run.
 
-        The model does not run. `across_tenants` also tells what is stored for other tenants: for
-        operators only.
+        Args:
+            prompt: Text or token ids.
+            documents: See `generate`.
+            reuse: See `generate`.
+            tenant: See `generate`.
+            adapter: See `generate`.
+            across_tenants: Also report text stored for other tenants; for operators only.
 
         Example:
             >>> manual = 8 * " In winter the pump is kept in the cellar."
@@ -466,15 +564,22 @@ class KVBoost:
         tenant: str = "",
         adapter: str | None = None,
     ) -> ScoreResult:
-        """How likely each of several continuations of a prompt is to the model.
+        """Log probabilities of continuations of a prompt.
 
-        The prompt is computed once, as far as it is not stored, and stored; continuations are not.
-        A continuation that is text is tokenized by itself: begin it with the space before its
-        first word.
+        The prompt is computed once and stored; continuations are not stored.
+
+        Args:
+            prompt: Text or token ids.
+            continuations: Texts or lists of token ids. A text is tokenized on its own: start it
+                with the space before its first word.
+            documents: See `generate`.
+            reuse: See `generate`.
+            tenant: See `generate`.
+            adapter: See `generate`.
 
         Raises:
-            ConfigError: there is no continuation, one is empty, or the model lacks a token.
-            UnsupportedModel: the engine runs a model that it cannot reuse K/V for.
+            ConfigError: A continuation is empty, there is none, or a token is unknown.
+            UnsupportedModel: The model runs without reuse (`strict=False`).
 
         Example:
             >>> result = engine.score("The capital of France is", [" Paris", " Rome"])
@@ -498,14 +603,22 @@ class KVBoost:
         reuse: ReuseMode = "exact",
         adapter: str | None = None,
     ) -> CorrectnessReport:
-        """Check, on your prompts or on built-in ones, how far reuse changes answers.
+        """Compare outputs with reuse against a full prefill.
 
-        Each prompt is stored, then answered with and without reuse. With reuse="auto" each is
-        answered on what the ones before it left in the store, so give prompts that share text.
-        The report is true when it holds, and prints as a sentence.
+        Each prompt is stored, then completed with and without reuse. With reuse="auto", each is
+        completed with what the prompts before it have stored: give prompts that share text.
+
+        Args:
+            prompts: Texts or lists of token ids; default: two built-in texts.
+            max_new_tokens: Tokens to compare per prompt.
+            reuse: "exact" or "auto".
+            adapter: See `generate`.
+
+        Returns:
+            A report that is true when all outputs are within the tolerance.
 
         Raises:
-            UnsupportedModel: the model is one that was let in by `strict=False`.
+            UnsupportedModel: The model runs without reuse (`strict=False`).
             ConfigError: `reuse` is "off", or a prompt cannot be used.
 
         Example:
@@ -517,7 +630,7 @@ class KVBoost:
         if self._parts.model.refusal:
             raise UnsupportedModel(self._parts.model.refusal)
         if check_reuse(reuse) == "off":
-            raise ConfigError("reuse='off': there is nothing to verify")
+            raise ConfigError("reuse='off' leaves nothing to verify: expected 'exact' or 'auto'")
         tokens = prompts_to_verify(prompts, self.tokenizer, self._parts)
         plain: dict[str, Any] = {"reuse": "off", "adapter": adapter, "do_sample": False}
         answers = [self.generate(each, max_new_tokens, **plain).token_ids for each in tokens]
@@ -527,7 +640,7 @@ class KVBoost:
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the adapters that requests can have, sorted.
+        """Names of the loaded adapters, sorted.
 
         Example:
             >>> engine.adapters
@@ -536,12 +649,15 @@ class KVBoost:
         return self._parts.model.adapters.names
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Load a PEFT adapter from a folder or the hub, between requests.
+        """Load a PEFT adapter, between requests.
 
-        One that has the name already is replaced, and has another store than the new one.
+        Args:
+            name: Name for requests. A loaded adapter of this name is replaced; the new one starts
+                with an empty cache.
+            folder: Folder or hub name.
 
         Raises:
-            ConfigError: it cannot be used with this model, or PEFT is not installed.
+            ConfigError: The adapter does not fit the model, or PEFT is not installed.
 
         Example:
             >>> engine.load_adapter("tone", "adapters/tone")
@@ -554,10 +670,13 @@ class KVBoost:
         self._worker.call(partial(self._parts.model.load_adapter, name, folder))
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; requests that still run under it end with an error.
+        """Remove an adapter; running requests with it fail.
+
+        Args:
+            name: Name of a loaded adapter.
 
         Raises:
-            ConfigError: there is none of this name, or it is what the model came with.
+            ConfigError: No adapter has this name, or the model was loaded with it.
 
         Example:
             >>> engine.load_adapter("tone", "adapters/tone")
@@ -568,9 +687,10 @@ class KVBoost:
         self._worker.call(partial(self._parts.model.adapters.unload, name))
 
     def cache_stats(self) -> dict[str, Any]:
-        """Tell sizes now and counts since the engine was made; `flush` first to miss nothing.
+        """Current sizes, and counters since the engine was created; returns at once.
 
-        Returns at once. Names that end in `_mb` are MiB, `_rate` is a share of chunks, 0..1.
+        Call `flush` first to include the latest requests. Names ending in `_mb` are MiB, `_rate` is
+        a share of chunks from 0 to 1.
 
         Example:
             >>> warmed = engine.warm(8 * " In winter the pump is kept in the cellar.")
@@ -582,7 +702,7 @@ class KVBoost:
 
     @property
     def contents(self) -> Contents:
-        """What is stored, to look at, to pin and to delete.
+        """The stored chunks: list, pin and delete them.
 
         Example:
             >>> warmed = engine.warm(8 * " In winter the pump is kept in the cellar.")
@@ -596,9 +716,9 @@ class KVBoost:
 
     @property
     def fingerprint(self) -> str:
-        """What the model's K/V is stored under, in hexadecimal, of its weights and settings.
+        """Hash of the model's weights and configuration, in hexadecimal.
 
-        Processes with the same fingerprint can share a store.
+        Processes with the same fingerprint can share a cache.
 
         Example:
             >>> len(engine.fingerprint)
@@ -607,9 +727,10 @@ class KVBoost:
         return self._parts.model.fingerprint.hex()
 
     def watch(self, listener: StoreListener) -> None:
-        """Tell `listener` of all that is stored, and from now on of what comes and goes.
+        """Report stored chunks to `listener`, now and whenever they change.
 
-        It is called on the threads that change the store, and must not wait.
+        Args:
+            listener: Called on the threads that change the cache; must not block.
 
         Example:
             >>> class Stored(set):
@@ -626,9 +747,9 @@ class KVBoost:
         self._parts.store.index.watch(listener)
 
     def flush(self) -> None:
-        """Wait until what earlier calls computed is stored and their audits are done.
+        """Wait until earlier requests are stored and audited.
 
-        For tiers below memory at most a minute.
+        Waits at most a minute for tiers below memory.
 
         Example:
             >>> result = engine.generate(8 * " In winter the pump is kept in the cellar.", 4)
@@ -640,9 +761,9 @@ class KVBoost:
         self._parts.store.tiers.flush(FLUSH_S)
 
     def close(self) -> None:
-        """Finish storing and give the model back as it was.
+        """Finish storing, stop the engine and restore the model's own attention.
 
-        Later calls raise `KVBoostError`; closing again does nothing.
+        Later calls raise `KVBoostError`; closing twice is harmless.
 
         Example:
             >>> engine.close()

@@ -46,13 +46,14 @@ def explain(request: Request, parts: Parts, *, across_tenants: bool) -> ReuseRep
         terms=terms,
         across=across_tenants,
     )
-    spans = describe(wanted, dropped(found, wanted))
+    spans = describe(wanted, parts, dropped(found, wanted))
     return ReuseReport(
         spans=tuple(_with_reason(span, len(tokens), terms, ask) for span in spans),
         repaired_tokens=repaired_rows(wanted, parts, terms),
         predicted_ms=expected_ms(work_of(wanted, parts, terms), parts),
         full_ms=expected_ms(Work.of(len(tokens), len(tokens), 0), parts),
         note=refusal or note,
+        kv_cache_bits=parts.options.kv_cache_bits,
     )
 
 
@@ -82,15 +83,15 @@ def _why_missed(
         i for i, c in enumerate(chunks) if c.span.start < span.stop and c.span.stop > span.start
     ]
     if any(parts.store.was_evicted(keys[i].prefix) for i in here):
-        return "was stored with the same text before it, and evicted"
+        return "evicted"
     words = np.asarray(tokens[span.start : span.stop], dtype="<u4")
     others = [other for other in index.spaces() if other != space] if across else []
     if any(index.knows(words, other) for other in others):
         return "stored for another tenant, adapter, model or piece size"
     if terms.reuse == "exact" and index.knows(words, space):
-        return "stored with other text before it: reuse='auto' would use it"
+        return "stored after different text: reuse='auto' would reuse it"
     if len(span) < (LEAST_MOVED_TOKENS if span.start else LEAST_TOKENS):
-        return "new, or too short to be worth looking for"
+        return "new, or too short to look up"
     return _first_difference(span, tokens, chunks, keys, index) or "not seen before"
 
 
@@ -112,5 +113,5 @@ def _first_difference(
         place = chunk.span.start + num_shared
         if place >= len(tokens) or len(chunk.tokens) // TOKEN_BYTES <= num_shared:
             return ""
-        return f"token {place} is {tokens[place]}, a stored prompt has {stored} there"
+        return f"token {place} is {tokens[place]}; the nearest stored prompt has {stored}"
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvboost.engine.engine import KVBoost
@@ -9,13 +10,16 @@ from kvboost.models.paged import BlockPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from typing_extensions import Unpack
+
+    from kvboost.config import OptionValues
 
 
 class CPUPagedEngine(KVBoost):
-    """`KVBoost(..., backend="paged")`, by the name of the original package.
+    """`KVBoost(..., backend="paged")` under the name of the original package.
 
-    Requests that `submit` and `generate_batch` compute together hold what they share in the same
-    blocks; how many that saves is in `paged_stats`. Everything else is as in `KVBoost`.
+    Requests in one batch share the blocks of common text; `paged_stats` counts the blocks saved.
+    Everything else is as in `KVBoost`.
 
     Example:
         >>> from kvboost import CPUPagedEngine
@@ -31,21 +35,24 @@ class CPUPagedEngine(KVBoost):
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        **options: Any,
+        adapters: Mapping[str, str] | None = None,
+        **options: Unpack[OptionValues],
     ) -> None:
-        """As `KVBoost`, with a pool of `num_blocks` blocks of `block_size` tokens.
+        """Build an engine with a pool of `num_blocks` blocks of `block_size` tokens.
 
-        With `num_blocks=None` it has as many bytes as `max_cache_bytes`, at least 1 GiB.
+        Args:
+            model: See `KVBoost`.
+            tokenizer: See `KVBoost`.
+            adapters: See `KVBoost`.
+            **options: See `KVBoost`; `backend` is always "paged".
         """
-        options |= {"block_size": block_size, "num_blocks": num_blocks}
-        super().__init__(model, tokenizer, backend="paged", **options)
+        own: Any = options
+        super().__init__(model, tokenizer, adapters=adapters, backend="paged", **own)
 
     def paged_stats(self) -> dict[str, int]:
-        """Tell blocks and bytes in use, blocks that sharing saves, and blocks copied so far.
+        """Blocks and bytes in use, blocks saved by sharing, and blocks copied; returns at once.
 
-        A block is copied when a request writes where others read. Returns at once.
+        A block is copied when a request writes into a block that others share.
 
         Example:
             >>> stats = engine.paged_stats()

@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from kvboost.build import Parts
-from kvboost.core import MatchKind, ReusePlan, Run, Span
+from kvboost.config import EXACT_BITS
+from kvboost.core import MatchKind, ReusePlan, Run, Span, counted
 from kvboost.engine.prefill import Prefilled
 from kvboost.engine.request import Request
 from kvboost.engine.results import ReuseReport, SpanReport
@@ -22,9 +23,9 @@ def report(
 ) -> ReuseReport:
     """The report of a request that ran."""
     if prefilled is None:
-        return ReuseReport(spans=describe(ReusePlan(num_tokens)), note=note)
+        return ReuseReport(spans=describe(ReusePlan(num_tokens), parts), note=note)
     return ReuseReport(
-        spans=describe(prefilled.plan, prefilled.dropped),
+        spans=describe(prefilled.plan, parts, prefilled.dropped),
         lookup_ms=prefilled.lookup_ms,
         load_ms=prefilled.load_ms,
         repaired_tokens=len(prefilled.repaired),
@@ -32,6 +33,7 @@ def report(
         full_ms=expected_ms(Work.of(num_tokens, num_tokens, 0), parts),
         actual_ms=1e3 * (first_token_at - prefilled.started_at),
         note=note,
+        kv_cache_bits=parts.options.kv_cache_bits,
     )
 
 
@@ -41,9 +43,12 @@ def expected_ms(work: Work, parts: Parts) -> float | None:
     return None if seconds is None else 1e3 * seconds
 
 
-def describe(plan: ReusePlan, dropped: tuple[Span, ...] = ()) -> tuple[SpanReport, ...]:
+def describe(
+    plan: ReusePlan, parts: Parts, dropped: tuple[Span, ...] = ()
+) -> tuple[SpanReport, ...]:
     """The runs and gaps of a plan in the order of the prompt."""
-    spans = [SpanReport(run.span, run.kind, _reason(run)) for run in plan.runs]
+    bits = parts.options.kv_cache_bits
+    spans = [SpanReport(run.span, run.kind, _reason(run, bits)) for run in plan.runs]
     for span in plan.live:
         is_dropped = any(d.start < span.stop and span.start < d.stop for d in dropped)
         reason = "found, but computing it is faster" if is_dropped else ""
@@ -51,13 +56,13 @@ def describe(plan: ReusePlan, dropped: tuple[Span, ...] = ()) -> tuple[SpanRepor
     return tuple(sorted(spans, key=lambda each: each.span.start))
 
 
-def _reason(run: Run) -> str:
+def _reason(run: Run, bits: int) -> str:
     if run.kind is MatchKind.EXACT:
-        return ""
+        return f"from {bits}-bit K/V: approximate" if bits < EXACT_BITS else ""
     if run.delta == 0:
-        return "same place, other text before it"
+        return "same position, different text before it"
     way = "later" if run.delta > 0 else "earlier"
-    return f"{abs(run.delta)} tokens {way} than when it was computed"
+    return f"{counted(abs(run.delta), 'token')} {way} than when it was computed"
 
 
 def count(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from kvboost.config import check_reuse, option_names
 from kvboost.core import ReuseMode
@@ -20,14 +20,15 @@ from kvboost.models.adapters import Adapter
 log = logging.getLogger(__name__)
 
 DEFAULT_NEW_TOKENS = 64
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # in the order of messages
 REFUSED = {
-    "attention_mask": "a prompt has no padding here",
+    "attention_mask": "prompts are not padded",
     "cache_implementation": "KVBoost brings its own cache",
     "input_ids": "the prompt is the first argument",
     "inputs": "the prompt is the first argument",
-    "inputs_embeds": "K/V is found by token ids",
+    "inputs_embeds": "reuse needs token ids",
     "past_key_values": "KVBoost brings its own cache",
-    "token_healing": "it changes the prompt after its K/V was found",
+    "token_healing": "it changes the prompt after the lookup",
 }
 
 
@@ -54,7 +55,7 @@ class Request:
         try:
             return self.loading.result()
         except Exception:
-            log.exception("loading failed, going on without")
+            log.exception("loading stored K/V failed; computing the prompt instead")
             return {}
 
     def stop_loading(self) -> None:
@@ -69,6 +70,40 @@ class Request:
         return replace(self, emit=emit, cancelled=cancelled)
 
 
+class CallArguments(TypedDict, total=False):
+    """Keyword arguments of `generate`, `stream` and `chat`, for type checkers and editors.
+
+    Any other argument of Transformers' `generate()` works too; for a type checker, pass it in
+    `generation_config`.
+    """
+
+    documents: Sequence[str]
+    mode: GenerationMode | None
+    reuse: ReuseMode | None
+    tenant: str
+    adapter: str | None
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    no_repeat_ngram_size: int
+    num_beams: int
+    num_return_sequences: int
+    min_new_tokens: int
+    max_length: int
+    stop_strings: str | list[str]
+    eos_token_id: int | list[int]
+    pad_token_id: int
+    generation_config: Any
+    logits_processor: Any
+    stopping_criteria: Any
+    prefix_allowed_tokens_fn: Any
+    assistant_model: Any
+    prompt_lookup_num_tokens: int
+
+
 def check_arguments(arguments: dict[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
     """Arguments for Transformers' generate(), with our defaults.
 
@@ -77,12 +112,13 @@ def check_arguments(arguments: dict[str, Any], max_new_tokens: int | None) -> di
     """
     for name, reason in REFUSED.items():
         if name in arguments:
-            raise ConfigError(f"{name!r} cannot be given: {reason}")
+            raise ConfigError(f"{name!r} cannot be used: {reason}")
     for name in option_names():
         if name in arguments:
-            raise ConfigError(f"{name!r} is set when the engine is made, not per request")
+            raise ConfigError(f"{name!r} is an option of the engine, not of a request")
     if max_new_tokens is not None:
         arguments["max_new_tokens"] = max_new_tokens
+    _decide_sampling(arguments)
     if "generation_config" not in arguments:
         arguments.setdefault("do_sample", False)
         if "max_length" not in arguments:
@@ -90,10 +126,26 @@ def check_arguments(arguments: dict[str, Any], max_new_tokens: int | None) -> di
     return arguments
 
 
+def _decide_sampling(arguments: dict[str, Any]) -> None:
+    """Sample where an argument asks for it: Transformers would ignore it without `do_sample`."""
+    given = {name: arguments[name] for name in SAMPLING if arguments.get(name) is not None}
+    if not given:
+        return
+    samples, wanted = given.get("temperature") != 0, arguments.get("do_sample")
+    if wanted is not None and wanted is not samples:
+        name, value = next(iter(given.items()))
+        meaning = "samples" if samples else "is greedy"
+        raise ConfigError(f"do_sample={wanted} and {name}={value}, which {meaning}: give one")
+    arguments["do_sample"] = samples
+    if not samples:
+        for name in given:
+            del arguments[name]
+
+
 def chosen_reuse(
     mode: GenerationMode | None, reuse: ReuseMode | None, default: ReuseMode
 ) -> ReuseMode:
     """What a request may reuse, by either of the two names for it."""
     if mode is not None and reuse is not None:
-        raise ConfigError(f"mode={mode} and reuse={reuse!r} say the same: give one")
+        raise ConfigError(f"mode={mode} and reuse={reuse!r} mean the same: give one")
     return check_reuse((mode.reuse if mode is not None else reuse) or default)

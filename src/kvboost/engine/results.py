@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from kvboost.core import MatchKind, ReuseMode, Span
+from kvboost.config import EXACT_BITS
+from kvboost.core import FinishReason, MatchKind, ReuseMode, Span, counted, percent
+
+SHOWN_TEXT = 72  # characters of an output in `print(result)`
 
 
 class GenerationMode(enum.Enum):
-    """How much a request may reuse, by the names of the original package.
+    """What a request may reuse, under the names of the original package; see `reuse`.
 
     Example:
         >>> from kvboost import GenerationMode
@@ -25,7 +28,7 @@ class GenerationMode(enum.Enum):
 
     @property
     def reuse(self) -> ReuseMode:
-        """The same as a `reuse` argument.
+        """The equivalent `reuse` argument.
 
         Example:
             >>> from kvboost import GenerationMode
@@ -37,16 +40,16 @@ class GenerationMode(enum.Enum):
 
 @dataclass(frozen=True)
 class SpanReport:
-    """What became of one span of the prompt."""
+    """How one span of the prompt was handled."""
 
     span: Span
     kind: MatchKind
-    reason: str = ""  # why it was not reused, or was moved, as far as that is known
+    reason: str = ""  # why it was moved or computed, if known
 
 
 @dataclass(frozen=True)
 class ReuseReport:
-    """Where a prompt's K/V came from, and what finding it cost; prints as a sentence.
+    """Where a prompt's K/V came from, and how long it took; prints as one line.
 
     Example:
         >>> manual = 8 * " In winter the pump is kept in the cellar."
@@ -58,21 +61,26 @@ class ReuseReport:
         88 93 miss
     """
 
-    spans: tuple[SpanReport, ...]  #: without gaps, in the order of the prompt
-    lookup_ms: float = 0.0
-    load_ms: float = 0.0
+    spans: tuple[SpanReport, ...]  #: the whole prompt, in order and without gaps
+    lookup_ms: float = 0.0  #: time to find stored chunks
+    load_ms: float = 0.0  #: time to load their K/V
     repaired_tokens: int = 0  #: moved tokens that were computed again
-    predicted_ms: float | None = None  #: prefill with this reuse, as expected before it ran
-    full_ms: float | None = None  #: prefill without any reuse, as expected
-    actual_ms: float | None = None  #: prefill as it was, lookup and load included
-    note: str = ""  #: why nothing was looked for, or what the quality budget decided
+    predicted_ms: float | None = None  #: predicted prefill time with this reuse
+    full_ms: float | None = None  #: predicted time of a full prefill
+    actual_ms: float | None = None  #: measured prefill time, lookup and loading included
+    note: str = ""  #: why nothing was looked up, or what the guardrail decided
+    kv_cache_bits: int = EXACT_BITS  #: bits per stored number; below 16 no reuse is exact
 
     def __str__(self) -> str:
         exact, moved, missed = (self.tokens(kind) for kind in MatchKind)
+        kind = "exact"
+        if self.kv_cache_bits < EXACT_BITS:
+            kind = f"reused from {self.kv_cache_bits}-bit K/V"
         parts = [
-            f"{exact} tokens exact, {moved} moved ({self.repaired_tokens} of them computed again)"
+            f"{counted(exact, 'token')} {kind}",
+            f"{moved} moved ({self.repaired_tokens} of them computed again)",
+            f"{missed} computed",
         ]
-        parts.append(f"{missed} computed")
         times = {
             "predicted": self.predicted_ms,
             "took": self.actual_ms,
@@ -82,7 +90,10 @@ class ReuseReport:
         return ", ".join(parts) + (f"; {self.note}" if self.note else "")
 
     def tokens(self, kind: MatchKind) -> int:
-        """Count the prompt's tokens of one kind.
+        """Count the prompt tokens of one kind.
+
+        Args:
+            kind: `MatchKind.EXACT`, `MOVED` or `MISS`.
 
         Example:
             >>> from kvboost.core import MatchKind
@@ -95,37 +106,63 @@ class ReuseReport:
         return sum(len(report.span) for report in self.spans if report.kind is kind)
 
 
-@dataclass(frozen=True)
+def finish_reason(num_new: int, limit: int, *, is_stopped: bool) -> FinishReason | None:
+    """Why an output of `num_new` tokens ends here, or None; a stop counts before the limit."""
+    if is_stopped:
+        return "stop"
+    return "length" if num_new >= limit else None
+
+
+@dataclass(frozen=True, repr=False)
 class GenerationResult:
-    """An answer and how it was made. Times start when the caller called.
+    """An output with its times and what was reused; prints as two lines.
 
     Example:
         >>> result = engine.generate("The capital of France is", max_new_tokens=2)
-        >>> result.output_text, len(result.token_ids), result.prompt_tokens, result.cached_tokens
-        (' Paris.', 2, 5, 0)
+        >>> result.output_text, result.finish_reason, result.prompt_tokens, result.cached_tokens
+        (' Paris.', 'length', 5, 0)
+        >>> print(result)
+         Paris.
+        0% of 5 prompt tokens reused; 2 tokens in ... ms, the first after ... ms; ended by length
         >>> 0 < result.ttft_ms <= result.total_ms
         True
         >>> list(result.stages_ms)
         ['tokenize', 'wait', 'lookup', 'load', 'select', 'forward', 'decode']
     """
 
-    output_text: str  #: what is new, without the prompt
-    token_ids: list[int]  #: what is new, without the prompt
-    ttft_ms: float  #: until the first token was there, with lookup, load and prefill
-    total_ms: float
-    prompt_tokens: int
+    output_text: str  #: generated text, without the prompt
+    token_ids: list[int]  #: generated tokens, without the prompt
+    #: "stop" (an end token, stop text or stopping criterion) or "length" (the token limit)
+    finish_reason: FinishReason
+    ttft_ms: float  #: time to first token, from the call
+    total_ms: float  #: time of the whole call
+    prompt_tokens: int  #: length of the prompt
     cached_tokens: int  #: prompt tokens that were not computed
-    reuse: ReuseReport
-    output_texts: list[str] = field(repr=False)  #: all, where several sequences were asked for
-    output: Any = field(repr=False)  #: what Transformers' generate() returned, without the cache
-    #: Where the time went, in the order of the call. Its stages are tokenize, wait (for its turn),
-    #: lookup, load (buffers included), select (what is computed again), forward and decode; in a
-    #: batch wait, lookup, load, forward and decode.
-    stages_ms: dict[str, float] = field(default_factory=dict, repr=False)
+    reuse: ReuseReport  #: what was reused, span by span
+    output_texts: list[str]  #: one text per sequence, with `num_return_sequences`
+    output: Any  #: return value of Transformers' `generate()`, without the cache
+    #: Time by stage, in order: tokenize, wait (for a turn), lookup, load, select (which tokens to
+    #: repair), forward and decode. In a batch: wait, lookup, load, forward and decode.
+    stages_ms: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        text = self.output_text
+        if len(text) > SHOWN_TEXT:
+            text = f"{text[:SHOWN_TEXT]}..."
+        return (
+            f"{text}\n{percent(self.cached_tokens, self.prompt_tokens)} of "
+            f"{counted(self.prompt_tokens, 'prompt token')} reused; "
+            f"{counted(len(self.token_ids), 'token')} in {self.total_ms:.0f} ms, "
+            f"the first after {self.ttft_ms:.0f} ms; ended by {self.finish_reason}"
+        )
+
+    def __repr__(self) -> str:
+        text, _, figures = str(self).rpartition("\n")
+        return f"GenerationResult({text!r}, {figures})"
 
     @property
     def kv_reuse_ratio(self) -> float:
-        """Share of the prompt that was not computed, 0..1.
+        """Share of prompt tokens that were not computed, 0 to 1.
 
         Example:
             >>> manual = 8 * " In winter the pump is kept in the cellar."
@@ -138,7 +175,7 @@ class GenerationResult:
 
     @property
     def tokens_per_sec(self) -> float:
-        """New tokens by the whole time of the call, in seconds.
+        """Generated tokens per second of the whole call.
 
         Example:
             >>> engine.generate("The capital of France is", max_new_tokens=2).tokens_per_sec > 0
@@ -149,7 +186,7 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class WarmResult:
-    """What `warm` read and stored.
+    """What `warm` computed and stored.
 
     Example:
         >>> manual = 8 * " In winter the pump is kept in the cellar."
@@ -158,30 +195,30 @@ class WarmResult:
         (88, 88, 1)
     """
 
-    num_texts: int
-    num_tokens: int
-    num_computed: int  #: tokens that were not in the store before, and always the last one
-    num_pinned: int  #: chunks
-    total_ms: float
+    num_texts: int  #: texts given
+    num_tokens: int  #: tokens in all texts
+    num_computed: int  #: tokens not stored before; the last token of a text is always computed
+    num_pinned: int  #: chunks pinned
+    total_ms: float  #: time of the whole call
 
 
 @dataclass(frozen=True)
 class PromptCheck:
-    """One prompt with reuse against the same prompt without."""
+    """One prompt with reuse compared with its full prefill."""
 
     prompt_tokens: int
     cached_tokens: int
-    max_kl: float  # nats, worst answer token
+    max_kl: float  # nats, worst output token
     mean_kl: float
-    top1_ratio: float  # answer tokens whose most likely next token is the same
-    first_difference: int | None  # index of the first answer token that differs, None if none does
+    top1_ratio: float  # top-1 agreement, 0 to 1
+    first_difference: int | None  # index of the first output token that differs; None: no one does
 
 
 @dataclass(frozen=True)
 class CorrectnessReport:
-    """True when every prompt reused something and no answer moved further than allowed.
+    """Result of `verify_correctness`; prints as one line.
 
-    Prints as a sentence.
+    True when every prompt reused K/V and no output exceeds the tolerance.
 
     Example:
         >>> manual = 8 * " In winter the pump is kept in the cellar."
@@ -192,10 +229,10 @@ class CorrectnessReport:
         1.0
     """
 
-    checks: tuple[PromptCheck, ...]  #: one for each prompt; with "auto" for those with moved text
-    tolerance_kl: float  #: nats
-    must_agree: bool  #: whether answers must be the same token by token (not so in 16-bit dtypes)
-    of_mean: bool = False  #: whether the tolerance is for an answer's mean, not its worst token
+    checks: tuple[PromptCheck, ...]  #: one per prompt; with "auto" one per prompt with moved text
+    tolerance_kl: float  #: largest KL divergence allowed, in nats
+    must_agree: bool  #: whether outputs must be equal token by token; False in 16-bit dtypes
+    of_mean: bool = False  #: whether the tolerance holds for an output's mean, not its worst token
 
     def __bool__(self) -> bool:
         return bool(self.checks) and all(self._holds(check) for check in self.checks)
@@ -210,7 +247,9 @@ class CorrectnessReport:
     def __str__(self) -> str:
         reused = sum(check.cached_tokens for check in self.checks)
         if reused == 0:
-            return "nothing was reused, so nothing was checked: prompts too short or nothing shared"
+            return (
+                "nothing checked, because nothing was reused: prompts too short or nothing shared"
+            )
         verdicts = ("within budget", "OVER BUDGET") if self.of_mean else ("correct", "NOT CORRECT")
         same = sum(check.first_difference is None for check in self.checks)
         worst, what = max(map(self._kl, self.checks)), "mean KL" if self.of_mean else "KL"
@@ -225,17 +264,17 @@ class CorrectnessReport:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token of an answer, how likely it was, and the likeliest in its place."""
+    """An output token with its log probability and the most likely alternatives."""
 
     token: int
     text: str
     logprob: float
-    top: tuple[tuple[int, str, float], ...]  # (token, text, logprob), the likeliest first
+    top: tuple[tuple[int, str, float], ...]  # (token, text, logprob), most likely first
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What came new of an answer. `text` may be empty while a stop text or a character is open."""
+    """A new piece of an output; `text` is empty while a stop text or a character is incomplete."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -244,25 +283,26 @@ class Delta:
 
 @dataclass(frozen=True)
 class Phases:
-    """Where the time of a request went, in seconds; they follow each other."""
+    """Time of a request by phase, in seconds and in order."""
 
-    queue: float = 0.0  # from the call until it joined the batch
+    queue: float = 0.0  # from the call until the request joins the batch
     lookup: float = 0.0
-    load: float = 0.0  # from the store into its rows
-    prefill: float = 0.0  # until the first token was there
+    load: float = 0.0  # from the cache into the batch
+    prefill: float = 0.0  # until the first output token
     decode: float = 0.0
 
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer of the batch."""
+    """The output of a request in the batch."""
 
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: Literal["stop", "length"]
-    prompt_tokens: int
-    cached_tokens: int  # prompt tokens that were not computed
-    reuse: ReuseReport
-    phases: Phases
-    logprobs: tuple[TokenLogprob, ...] = field(default=(), repr=False)
-    token_times: tuple[float, ...] = field(default=(), repr=False)  # seconds since the call
+    text: str  #: generated text, without the prompt
+    token_ids: tuple[int, ...]  #: generated tokens, without the prompt
+    finish_reason: FinishReason  #: "stop" (an end token, stop text or grammar) or "length"
+    prompt_tokens: int  #: length of the prompt
+    cached_tokens: int  #: prompt tokens that were not computed
+    reuse: ReuseReport  #: what was reused, span by span
+    phases: Phases  #: time by phase
+    logprobs: tuple[TokenLogprob, ...] = field(default=(), repr=False)  #: with `top_logprobs`
+    #: when each token was generated, in seconds since the call
+    token_times: tuple[float, ...] = field(default=(), repr=False)

@@ -1,4 +1,4 @@
-"""How likely continuations of a prompt are: the prompt once, with reuse, then each of them."""
+"""Log probabilities of continuations: the prompt once, with reuse, then each of them."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ STEP_TOKENS = 256  # whose logits are there at once: a row has the size of the v
 
 @dataclass(frozen=True)
 class Score:
-    """How likely the model finds one continuation."""
+    """Log probabilities of one continuation."""
 
-    token_ids: list[int]
-    logprobs: list[float]  # natural logarithms, of each token behind all that stands before it
-    is_greedy: bool  # whether greedy decoding would write just this
+    token_ids: list[int]  #: its tokens
+    logprobs: list[float]  #: natural logarithm of each token's probability
+    is_greedy: bool  #: whether greedy decoding generates exactly these tokens
 
     @property
     def logprob(self) -> float:
-        """Of the whole continuation."""
+        """Log probability of the whole continuation."""
         return sum(self.logprobs)
 
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """The scores of continuations, in the order in which they were given."""
+    """Scores of continuations, in the order given."""
 
-    scores: list[Score]
-    prompt_tokens: int
-    cached_tokens: int  # prompt tokens that were not computed
-    reuse: ReuseReport
-    total_ms: float
+    scores: list[Score]  #: one per continuation
+    prompt_tokens: int  #: length of the prompt
+    cached_tokens: int  #: prompt tokens that were not computed
+    reuse: ReuseReport  #: what was reused, span by span
+    total_ms: float  #: time of the whole call
 
 
 def continuation_tokens(
@@ -70,7 +70,7 @@ def continuation_tokens(
         for each in continuations
     ]
     if not tokens or not all(tokens):
-        raise ConfigError("there is nothing to score: no continuations, or one is empty")
+        raise ConfigError("nothing to score: no continuations, or one is empty")
     for place, each in enumerate(tokens):
         check_ids(each, num_known, f"continuations[{place}]")
     return tokens

@@ -15,11 +15,11 @@ Start = Callable[[Callable[[Event], None], threading.Event], None]
 
 
 class TextStream(Iterator[str]):
-    """An answer as it comes: iterate for pieces of text, after which `result` is the whole answer.
+    """An iterator over pieces of text; afterwards `result` is the whole `GenerationResult`.
 
-    Generation runs ahead of the reader and stops soon after the stream is closed or dropped. The
-    next piece is waited for; an error of the request is raised where its next piece would come.
-    `result` is None until the pieces have ended. As a context manager it is closed at the end.
+    Generation runs ahead of the reader, and stops soon after the stream is closed or deleted. An
+    error of the request is raised in place of the next piece. `result` is None until the last
+    piece was read. As a context manager it closes itself.
 
     Example:
         >>> with engine.stream("The capital of France is", max_new_tokens=2) as stream:
@@ -48,7 +48,7 @@ class TextStream(Iterator[str]):
         raise StopIteration
 
     def close(self) -> None:
-        """Stop generating; what comes after this is dropped, and `result` stays as it is.
+        """Stop generating; later pieces are dropped and `result` stays None.
 
         Example:
             >>> stream = engine.stream("Once upon a time", max_new_tokens=1000)

@@ -45,18 +45,30 @@ def tokens_of(
     """Token ids of a prompt; each of `documents` in it is tokenized by itself.
 
     Raises:
+        TypeError: the prompt is neither text nor token ids.
         ConfigError: the prompt is empty or lacks one of the documents.
     """
     if isinstance(prompt, str):
         tokens = _tokens_of_text(prompt, tokenizer, documents)
-    elif not isinstance(prompt, Iterable):
-        raise ConfigError(f"the prompt is {prompt!r}: expected text or token ids")
-    elif documents:
-        raise ConfigError("documents=... need a prompt that is text, not token ids")
     else:
-        tokens = list(prompt)
+        tokens = _checked_ids(prompt)
+        if documents:
+            raise ConfigError("documents=... requires a text prompt, not token ids")
     if not tokens:
         raise ConfigError("the prompt is empty")
+    return tokens
+
+
+def _checked_ids(prompt: object) -> list[int]:
+    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
+        raise TypeError(f"the prompt is a {type(prompt).__name__}: expected text or token ids")
+    tokens = list(prompt)
+    if tokens and isinstance(tokens[0], Mapping):
+        raise TypeError("the prompt is a list of messages: call chat(messages)")
+    if tokens and isinstance(tokens[0], str):
+        raise TypeError(
+            "the prompt is a list of texts: call generate_batch(prompts), or pass one text per call"
+        )
     return tokens
 
 
@@ -141,7 +153,7 @@ def _cut_at(text: str, documents: Sequence[str]) -> list[str]:
             raise ConfigError(f"documents[{count}] {fault}")
         while place >= 0:
             if len(places) == MOST_PLACES:
-                raise ConfigError(f"documents stand in the prompt more than {MOST_PLACES} times")
+                raise ConfigError(f"documents occur more than {MOST_PLACES} times in the prompt")
             places.append((place, place + len(document)))
             place = text.find(document, place + len(document))
     pieces, cursor = [], 0

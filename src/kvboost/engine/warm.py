@@ -1,4 +1,4 @@
-"""Reading texts before they are needed."""
+"""Prefill of texts before a request needs them."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Warming:
     ) -> WarmResult:
         """Compute and store each text behind `before`, one after the other; pin them if asked."""
         if ttl_s is not None and not is_pinned:
-            raise ConfigError(f"ttl_s={ttl_s} is how long a pin lasts: it needs pin=True")
+            raise ConfigError(f"ttl_s={ttl_s} requires pin=True")
         if not texts or not all(texts):
-            raise ConfigError("there is nothing to warm: a text is empty")
+            raise ConfigError("nothing to warm: a text is empty")
         num_known = self._parts.model.num_embeddings
         check_ids(before, num_known, "the preface")
         for place, text in enumerate(texts):

@@ -103,7 +103,7 @@ class Worker:
     def check_caller(self) -> None:
         """Refuse calls that come from the thread itself."""
         if threading.current_thread() is self._thread:
-            raise KVBoostError("called from inside a request, which would wait for itself")
+            raise KVBoostError("called from the engine's own thread, which would wait for itself")
 
     def _queue(self, job: Callable[[], object]) -> None:
         self.check_caller()
@@ -179,7 +179,7 @@ def _deliver(reply: Future[T], work: Callable[[], tuple[T, Later]], idle: deque[
     try:
         more = later()
     except Exception:
-        log.exception("work after an answer failed; the answer is not affected")
+        log.exception("storing a request's K/V failed; its output is not affected")
         return
     if more is not None:
         idle.append(more)

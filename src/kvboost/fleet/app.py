@@ -14,7 +14,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
-from kvboost.config import Options, about, check_range, unknown_option
+from kvboost.config import Options, about, checked, unknown_option
 from kvboost.errors import ConfigError
 from kvboost.fleet.ingress import GRACE_S, Ingress
 from kvboost.fleet.replica import EngineReplica
@@ -47,7 +47,7 @@ class FleetOptions:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            check_range(each, getattr(self, each.name))
+            checked(each, getattr(self, each.name))
         if self.routing not in ROUTINGS:
             raise ConfigError(f"routing={self.routing!r}: expected one of {', '.join(ROUTINGS)}")
         low, high = self.scale

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from kvboost.config import option_names
 from kvboost.engine.engine import KVBoost
+from kvboost.engine.request import SAMPLING
 from kvboost.errors import ConfigError
 
 # Arguments of `hf` that options of ours have the names of.
@@ -99,8 +100,8 @@ class KVBoostLM(HFLM):
     ) -> torch.Tensor:
         """One context [1, tokens] and its answer, in one row."""
         arguments.pop("attention_mask", None)  # a single context has no padding
-        if not arguments.get("do_sample") and not arguments.get("temperature"):
-            arguments.pop("temperature", None)
+        if arguments.get("do_sample") is False:  # `hf` ignores what tasks set beside it
+            arguments = {key: value for key, value in arguments.items() if key not in SAMPLING}
         tokens = context[0].tolist()
         criteria = stop_sequences_criteria(self.tokenizer, stop, len(tokens), 1)
         result = self.engine.generate(

@@ -254,10 +254,9 @@ class HFModel:
         """Names of generation settings that this model has and that change what is generated."""
         return set(self.model.generation_config.to_diff_dict()) - HARMLESS_SETTINGS
 
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-        ends = self.setting("eos_token_id", {})
+    def end_tokens(self, arguments: dict[str, Any]) -> frozenset[int]:
+        """Tokens that end an output, for these arguments of `generate()`."""
+        ends = self.setting("eos_token_id", arguments)
         return frozenset(
             ends if isinstance(ends, list | tuple) else () if ends is None else (ends,)
         )

@@ -19,9 +19,10 @@ in_engines: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def get_flash_attn_tier(device: str | torch.device | None = None) -> str:
-    """Name the best attention tier of a device: "flash_attn", "flash_sdpa" or "sdpa".
+    """The fastest attention that runs on a device: "flash_attn", "flash_sdpa" or "sdpa".
 
-    Without a device that of the GPU if there is one, else of the CPU.
+    Args:
+        device: "cpu", "cuda" ...; default: a GPU if there is one.
 
     Example:
         >>> from kvboost import get_flash_attn_tier
@@ -35,9 +36,10 @@ def get_flash_attn_tier(device: str | torch.device | None = None) -> str:
 
 
 def flash_attention_available(device: str | torch.device | None = None) -> bool:
-    """Tell whether the best tier of a device has flash kernels.
+    """Whether a device has flash attention kernels.
 
-    Without a device that of the GPU if there is one, else of the CPU.
+    Args:
+        device: "cpu", "cuda" ...; default: a GPU if there is one.
 
     Example:
         >>> from kvboost import flash_attention_available
@@ -48,15 +50,20 @@ def flash_attention_available(device: str | torch.device | None = None) -> bool:
 
 
 def install_flash_attention(model: PreTrainedModel, tier: str | None = None) -> str:
-    """Run a Transformers model with our attention; returns the tier, by default the best one.
+    """Run a Transformers model with KVBoost's attention, without an engine; for inference.
 
-    For inference, without an engine; an engine that gets the model later keeps the tier. May be
-    called again with another tier.
+    An engine created later keeps the tier. Call it again to change the tier.
+
+    Args:
+        model: A causal language model of Transformers.
+        tier: "flash_attn", "flash_sdpa" or "sdpa"; default: the fastest that runs here.
+
+    Returns:
+        The tier in use.
 
     Raises:
-        ConfigError: the tier does not exist, or cannot run here; the message says why. Or an
-            engine has the model.
-        UnsupportedModel: the model's attention cannot be replaced.
+        ConfigError: The tier is unknown or cannot run here, or an engine uses the model.
+        UnsupportedModel: The model's attention cannot be replaced.
 
     Example:
         >>> from kvboost import install_flash_attention, uninstall_flash_attention
@@ -82,10 +89,13 @@ def install_flash_attention(model: PreTrainedModel, tier: str | None = None) -> 
 
 
 def uninstall_flash_attention(model: PreTrainedModel) -> None:
-    """Give a model its own attention back; does nothing if it has it.
+    """Restore a model's own attention; undoes `install_flash_attention`.
+
+    Args:
+        model: A causal language model of Transformers.
 
     Raises:
-        ConfigError: an engine has the model: close it first.
+        ConfigError: An engine uses the model: close it first.
 
     Example:
         >>> from kvboost import install_flash_attention, uninstall_flash_attention
@@ -135,7 +145,7 @@ def switch(model: PreTrainedModel, implementation: str) -> None:
 
 def _refuse_engines(model: PreTrainedModel) -> None:
     if model in in_engines:
-        raise ConfigError("an engine has the model: close it first")
+        raise ConfigError("an engine uses the model: close it first")
 
 
 def _why_not(tier: str, model: PreTrainedModel) -> str:

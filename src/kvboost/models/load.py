@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
+from huggingface_hub import get_session
+from huggingface_hub.constants import ENDPOINT
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvboost.errors import ConfigError, KVBoostError
@@ -22,57 +24,66 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Arguments of Transformers' from_pretrained; anything else is taken for a mistyped option.
-SHARED = (
-    "cache_dir",
-    "force_download",
-    "gguf_file",
-    "local_files_only",
-    "proxies",
-    "revision",
-    "subfolder",
-    "token",
-    "trust_remote_code",
-)
-MODEL_ONLY = (
-    "attn_implementation",
-    "code_revision",
-    "config",
-    "device_map",
-    "dtype",
-    "experts_implementation",
-    "ignore_mismatched_sizes",
-    "key_mapping",
-    "max_memory",
-    "offload_buffers",
-    "offload_folder",
-    "quantization_config",
-    "state_dict",
-    "tp_plan",
-    "tp_size",
-    "use_kernels",
-    "use_safetensors",
-    "variant",
-    "weights_only",
-)
+HUB_TIMEOUT_S = 5.0
+
+
+class SharedArguments(TypedDict, total=False):
+    """Arguments of Transformers' `from_pretrained` for models and tokenizers."""
+
+    cache_dir: str | None
+    force_download: bool
+    gguf_file: str | None
+    local_files_only: bool
+    proxies: dict[str, str] | None
+    revision: str
+    subfolder: str
+    token: str | bool | None
+    trust_remote_code: bool
+
+
+class LoadArguments(SharedArguments, total=False):
+    """All arguments of Transformers' `from_pretrained` that KVBoost passes on."""
+
+    attn_implementation: str
+    code_revision: str
+    config: Any
+    device_map: Any
+    dtype: str | torch.dtype
+    experts_implementation: str
+    ignore_mismatched_sizes: bool
+    key_mapping: dict[str, str]
+    max_memory: dict[int | str, int | str]
+    offload_buffers: bool
+    offload_folder: str
+    quantization_config: Any
+    state_dict: Any
+    tp_plan: Any
+    tp_size: int
+    use_kernels: bool
+    use_safetensors: bool
+    variant: str
+    weights_only: bool
 
 
 def load(
     name: str,
     device: str | torch.device | None,
     arguments: dict[str, Any],
-    max_weight_bytes: int | None = None,
+    max_weight_bytes: int | str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load both; the model goes to `device`, or else to a GPU if there is one.
+    """Load both; the model goes to `device`, by default to a GPU if there is one.
 
-    `name` may be the path of a GGUF file. With `max_weight_bytes` only that much of the weights is
-    in memory at a time. Without a dtype (or with "auto") weights keep the one they are stored in,
-    except bfloat16 on a CPU without instructions for it: that becomes float32.
+    `name` may be the path of a GGUF file. With `max_weight_bytes` at most that much of the weights
+    is in memory at a time. Without a dtype, or with "auto", weights keep the one they are stored
+    in, except bfloat16 on a CPU without instructions for it: that becomes float32.
     """
     if max_weight_bytes is not None and "device_map" in arguments:
         raise ConfigError("max_weight_bytes and device_map both say where weights are: give one")
     name, arguments = gguf.split_path(name, arguments)
-    shared = {key: value for key, value in arguments.items() if key in SHARED}
+    if not (_is_path(name) or Path(name).exists() or _is_hub_reachable()):
+        arguments = {**arguments, "local_files_only": True}  # else the hub client retries for 50 s
+    names = SharedArguments.__optional_keys__
+    shared = {key: value for key, value in arguments.items() if key in names}
     tokenizer = AutoTokenizer.from_pretrained(name, **shared)
     target = device or ("cuda" if torch.cuda.is_available() else None)
     if "config" not in arguments and not arguments.get("gguf_file"):
@@ -96,13 +107,13 @@ def load_or_tell(
     name: str,
     device: str | None,
     arguments: dict[str, Any],
-    max_weight_bytes: int | None = None,
+    max_weight_bytes: int | str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """As `load`, for programs: of the paragraphs that Transformers raises, a line.
+    """Load as `load` does; errors of Transformers become one line.
 
     Raises:
-        ConfigError: there is no such model or device, or the model cannot be read.
-        OSError: one of its files cannot be read.
+        ConfigError: the model or the device does not exist, or the model cannot be loaded.
+        OSError: a file of the model cannot be read.
     """
     try:
         return load(name, device, arguments, max_weight_bytes)
@@ -118,17 +129,28 @@ def _why(name: str, error: Exception) -> str:
     path = Path(name).expanduser()
     is_bare = path.is_dir() and not (path / "config.json").exists()
     if is_bare and ".gguf" not in str(error):
-        return "the folder has no config.json; if it has GGUF files, name one with --gguf-file"
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
-    if is_path and not path.exists():
+        return "the folder has no config.json; if it has GGUF files, choose one with gguf_file"
+    if _is_path(name) and not path.exists():
         return "there is no such folder or file"
     said = str(error).partition("\n")[0].strip()
     if said.endswith(":"):  # a list follows
         said = " ".join(str(error).split())
     said = said.rstrip(".") or type(error).__name__
     if isinstance(error, OSError):
-        said += "; give a folder, a GGUF file, or a name on the hub while there is a connection"
+        said += "; pass a folder, a GGUF file, or a hub name while there is a connection"
     return said
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
+
+
+def _is_hub_reachable() -> bool:
+    try:
+        get_session().head(ENDPOINT, timeout=HUB_TIMEOUT_S)
+    except Exception:  # of requests, httpx or httpx2, by version
+        return False
+    return True
 
 
 def _quick_dtype(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:

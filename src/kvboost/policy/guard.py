@@ -78,7 +78,7 @@ class QualityGuard:
                 self._set_level(state, len(self._ratios) - 1, "")
             is_allowed, note = state.level < len(self._ratios), state.note
             if is_allowed and state.num_answers >= MOST_UNJUDGED and len(state.kls) < NUM_TRIALS:
-                is_allowed, note = False, "moved text waits for its first audits, in idle time"
+                is_allowed, note = False, "moved text is not reused until its first audits are done"
             ratio = self._ratios[min(state.level, len(self._ratios) - 1)]
             return Allowance(is_allowed, ratio, note)
 
@@ -144,14 +144,14 @@ class QualityGuard:
 
     def _raise_level(self, tenant: str, state: _State, mean: float) -> None:
         level = state.level + 1
-        found = f"audits found a mean KL of {mean:.3f}, the budget is {self._budget_kl:.3f}"
+        found = f"audits found a mean KL of {mean:.3f}; the budget is {self._budget_kl:.3f}"
         if level < len(self._ratios):
             self._set_level(
                 state, level, f"repair ratio raised to {self._ratios[level]:.2f}: {found}"
             )
         else:
             state.level, state.closed_at = level, self._clock()
-            state.note = f"moved text is not reused any more: {found}"
+            state.note = f"moved text is no longer reused: {found}"
         log.warning("tenant %r: %s", tenant, state.note)
 
     def _set_level(self, state: _State, level: int, note: str) -> None:

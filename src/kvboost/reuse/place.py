@@ -92,7 +92,7 @@ def _place(
         store.tiers.discard(match.key)
         return None
     if head.entry.space != space:
-        log.error("a stored frame is of another tenant, adapter or model")
+        log.error("a stored frame belongs to another tenant, adapter or model")
         store.metrics.add("foreign_frames")
         store.tiers.discard(match.key)
         return None

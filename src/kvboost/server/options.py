@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from kvboost.config import MIB, Options, about, check_range, unknown_option
+from kvboost.config import MIB, Options, about, checked, unknown_option
 from kvboost.errors import ConfigError
 from kvboost.server.logs import LogStyle
 
@@ -24,8 +24,6 @@ UNITS = {"bytes": "SIZE", "ms": "MS", "s": "SECONDS"}  # of numbers, by the end 
 WORDS = {"true": True, "yes": True, "on": True, "1": True} | {
     "false": False, "no": False, "off": False, "0": False
 }  # fmt: skip
-SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?)B|B)?")
-POWERS = {None: 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +92,8 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         for each, hint in _fields(ServerOptions):
-            value = getattr(self, each.name)
-            check_range(each, value)
+            value = checked(each, getattr(self, each.name))
+            object.__setattr__(self, each.name, value)
             _check_text(each.name, hint, value)
         if not self.model:
             raise ConfigError("model='': expected the name or folder of a model (--model)")
@@ -175,7 +173,7 @@ def read_options(
         if environ.get(_variable(name)):
             found[name] = (environ[_variable(name)], f"variable {_variable(name)}")
     found |= {name: (flags[name], f"flag {_flag(name)}") for name in hints if name in flags}
-    values = {name: _value(name, hints[name], written) for name, (written, _) in found.items()}
+    values = {name: _value(hints[name], written) for name, (written, _) in found.items()}
     made = []
     for kind in KINDS:
         own = {each.name: values[each.name] for each, _ in _fields(kind) if each.name in values}
@@ -246,7 +244,7 @@ def _from_file(path: str, known: Mapping[str, Any]) -> dict[str, tuple[Any, str]
     return {name: (value, f"config file {path}") for name, value in table.items()}
 
 
-def _value(name: str, hint: Any, written: Any) -> Any:
+def _value(hint: Any, written: Any) -> Any:
     """What was written, in the option's type; as it is where that fails: checks will tell."""
     if get_origin(hint) is tuple:
         several = written.split() if isinstance(written, str) else written
@@ -258,9 +256,6 @@ def _value(name: str, hint: Any, written: Any) -> Any:
     if hint in (int, float):
         if written.lower() == "none":
             return None
-        size = SIZE.fullmatch(written) if name.endswith("_bytes") else None
-        if size:
-            return int(float(size[1]) * (1024 if size[3] else 1000) ** POWERS[size[2]])
         try:
             return hint(written)
         except ValueError:

@@ -21,7 +21,7 @@ def split_url(url: str) -> SplitResult:
     except ValueError:
         scheme = url.partition(":")[0]
         raise ConfigError(
-            f"{scheme}://... is no URL: special characters in a password must be escaped"
+            f"{scheme}://... is not a URL: special characters in a password must be escaped"
         ) from None
     return parts
 

@@ -14,7 +14,7 @@ from kvboost.tiers.epochs import check_epoch, read_epoch, write_epoch
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """The size of a tier at one moment, as far as it is known here."""
+    """The current size of a tier, as far as this process knows it."""
 
     num_entries: int
     size_bytes: int
@@ -22,42 +22,41 @@ class TierStats:
 
 
 class Tier(ABC):
-    """A bounded map from key to bytes. Safe to call from several threads.
+    """A bounded map from keys to frames. Thread-safe.
 
-    `bytes_read` grows while a read is under way, as far as a tier can tell: a slow tier is not a
-    dead one.
+    `bytes_read` grows during a read if the tier can measure it: a slow tier is not a dead one.
 
-    `get`, `put` and `discard` may raise `TierUnavailable` at any time, which callers treat as a
-    miss. Bytes are opaque here: whoever reads them from outside of this process checks them.
+    `get`, `put` and `discard` may raise `TierUnavailable` at any time, which callers count as a
+    miss. A tier does not interpret frames: the reader verifies their checksums.
     """
 
     bytes_read = 0
 
     @abstractmethod
     def get(self, keys: Sequence[FrameKey]) -> dict[FrameKey, memoryview]:
-        """What is stored under those of `keys` that are here; not to be written."""
+        """The frames of those `keys` that the tier holds; callers must not write to them."""
 
     @abstractmethod
     def put(self, frames: Mapping[FrameKey, memoryview]) -> list[FrameKey]:
-        """Keep frames, and return the keys that left to make room, as far as that is known.
+        """Store frames, and return the keys that were evicted, as far as known.
 
-        A frame that found no room is among them. When it returns, what was kept is there for
-        everybody who shares the tier, and outlives this process if the tier does.
+        A frame that does not fit counts as evicted. On return, the stored frames are visible to all
+        processes that share the tier, and survive this process if the tier does.
         """
 
     @abstractmethod
     def discard(self, keys: Iterable[FrameKey]) -> None:
-        """Forget keys."""
+        """Remove frames."""
 
     def erase(self, keys: Collection[FrameKey], owners: Collection[Owner]) -> None:
-        """Leave no bytes of these keys here, nor of any frame of these owners.
+        """Remove all bytes of these keys, and of all frames of these owners.
 
-        What cannot be listed here stays until it is evicted: nobody has a key to it any more.
+        Frames that the tier cannot list remain until they are evicted; no key leads to them.
         """
         self.discard(keys)
 
     def epoch(self, key: FrameKey) -> int:
-        """The epoch of a tenant that is kept here, 0 if there is none."""
+        """The stored epoch of a tenant; 0 if there is none."""
         found = self.get([key]).get(key)
         if found is None:
             return 0
@@ -65,34 +64,34 @@ class Tier(ABC):
         return read_epoch(found)
 
     def raise_epoch(self, key: FrameKey, epoch: int) -> int:
-        """Keep the epoch of a tenant for good, unless a later one is here; the one before."""
+        """Store a tenant's epoch unless a later one is stored; returns the previous one."""
         before = self.epoch(key)
         if before < epoch:
             self.discard([key])  # where a store keeps the first value of a key
             if self.put({key: write_epoch(key, epoch)}):
-                raise TierUnavailable("there is no room for an epoch")
+                raise TierUnavailable("no space for an epoch")
         return before
 
     @abstractmethod
     def stats(self) -> TierStats:
-        """Sizes now; does not raise and does not wait."""
+        """Current sizes; never raises or blocks."""
 
     def close(self) -> None:
-        """Let go of files and connections."""
+        """Close files and connections."""
         return
 
 
 class OwnTier(Tier):
-    """A tier that only this process writes, and that knows what it holds."""
+    """A tier that only this process writes to, so that it knows its contents."""
 
     @abstractmethod
     def holds(self, key: FrameKey) -> bool:
-        """Whether `key` is here, without reading it."""
+        """Whether the tier holds `key`, without reading the frame."""
 
     def heads(self) -> Iterable[Head]:
-        """What the frames that are here say of themselves; damaged ones are left out."""
+        """The heads of all stored frames, except damaged ones."""
         return ()
 
     def epochs(self) -> Mapping[FrameKey, int]:
-        """The epochs of tenants that were kept here."""
+        """The stored epochs of tenants."""
         return {}

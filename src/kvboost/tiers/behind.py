@@ -159,7 +159,7 @@ class WriteBehind:
                         erasure.outdated(before)
                 tier.erase(erasure.keys, erasure.owners)
             except Exception as error:
-                log.info("cache tier %s could not erase yet: %s", self._name, error)
+                log.info("cache tier %s: deletion is pending: %s", self._name, error)
                 self._erase_at = time.monotonic() + self._erase_pause_s
                 self._erase_pause_s = min(2 * self._erase_pause_s, LONGEST_PAUSE_S)
                 return

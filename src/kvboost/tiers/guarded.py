@@ -236,7 +236,7 @@ class GuardedTier:
             self._is_up = False
             is_foreseen = isinstance(error, (TierUnavailable, OSError))
             log.warning(
-                "cache tier %s failed, going on without it: %s",
+                "cache tier %s failed; continuing without it: %s",
                 self.name,
                 error,
                 exc_info=None if is_foreseen else error,

@@ -155,7 +155,7 @@ class MooncakeTier(Tier):
         """The store, while nobody else uses the buffer or closes the store."""
         with buffer.alone(self._timeout_s) as is_mine:
             if not is_mine:
-                raise TierUnavailable(f"{self._address}: an earlier call still waits")
+                raise TierUnavailable(f"{self._address}: an earlier call is still waiting")
             if self._is_closed:
                 raise TierUnavailable(f"{self._address}: closed")
             try:

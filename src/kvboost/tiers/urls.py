@@ -37,7 +37,7 @@ def openers(urls: str, budget_bytes: int, timeout_s: float) -> list[Opener]:
     for url in urls.split():
         scheme = split_url(url).scheme
         if url.partition("?")[0].count("://") > 1:
-            raise ConfigError("cache_url: several URLs are separated by blanks")
+            raise ConfigError("cache_url: separate several URLs by spaces")
         if scheme == "file":
             make = partial(DiskTier, folder_of(url), budget_bytes)
             found.append(Opener("disk", make, patience_s=60.0))  # a large one reads its index
@@ -46,12 +46,12 @@ def openers(urls: str, budget_bytes: int, timeout_s: float) -> list[Opener]:
             found.append(Opener(name, partial(_open_shared, url, timeout_s)))
         elif url != "memory://":  # which is always on top
             raise ConfigError(
-                f"cache_url: {scheme or url.split('@')[-1]!r} is none of "
+                f"cache_url: {scheme or url.split('@')[-1]!r} is not one of "
                 f"{', '.join(f'{each}://' for each in SCHEMES)}"
             )
     names = [opener.name for opener in found]
     if len(set(names)) < len(names):
-        raise ConfigError(f"cache_url: each kind of tier may be there once, got {', '.join(names)}")
+        raise ConfigError(f"cache_url: expected each kind of tier once, got {', '.join(names)}")
     return found
 
 
@@ -64,12 +64,14 @@ def folder_of(url: str) -> Path:
     parts = split_url(url)
     if parts.scheme != "file":
         if "://" in url:
-            raise ConfigError(f"{parts.scheme}://... is no folder: expected a path or file:///path")
+            raise ConfigError(
+                f"{parts.scheme}://... is not a folder: expected a path or file:///path"
+            )
         return Path(url)
     if parts.query:
-        raise ConfigError(f"file:// has no option {parts.query!r}; max_disk_bytes is one of ours")
+        raise ConfigError(f"file:// has no option {parts.query!r}; its budget is max_disk_bytes")
     if parts.netloc not in ("", "localhost"):
-        raise ConfigError(f"{url}: a folder has three slashes: file:///{parts.netloc}{parts.path}")
+        raise ConfigError(f"{url}: expected three slashes: file:///{parts.netloc}{parts.path}")
     return Path(unquote(parts.path))
 
 

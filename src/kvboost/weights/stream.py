@@ -1,7 +1,7 @@
 """A causal LM whose weights do not fit: layers come as a forward reaches them.
 
 >>> model = AutoModelForCausalLM.from_pretrained("path/or/name")     # doctest: +SKIP
->>> stream_weights(model, max_weight_bytes=3 * 2**30)                # doctest: +SKIP
+>>> stream_weights(model, max_weight_bytes="3GiB")                   # doctest: +SKIP
 >>> model.generate(**inputs)                                         # doctest: +SKIP
 """
 
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from kvboost.config import read_size
 from kvboost.errors import ConfigError
 from kvboost.weights.attach import Undo, attach_parts, attach_rows, attach_whole
 from kvboost.weights.carrier import Brought, Carrier, Tensors
@@ -33,7 +34,7 @@ ATTRIBUTE = "kvboost_weights"  # of a model whose weights are streamed
 
 
 def stream_weights(
-    model: PreTrainedModel, max_weight_bytes: int, device: torch.device | str = "cpu"
+    model: PreTrainedModel, max_weight_bytes: int | str, device: torch.device | str = "cpu"
 ) -> StreamedWeights:
     """Run `model` with at most `max_weight_bytes` of its weights in the memory of `device`.
 
@@ -44,15 +45,19 @@ def stream_weights(
     Raises:
         ConfigError: the budget is too small, or too much of the model cannot be streamed.
     """
-    if not isinstance(max_weight_bytes, int) or max_weight_bytes < 1:
-        raise ConfigError(f"max_weight_bytes={max_weight_bytes!r}: expected a whole number above 0")
+    budget = read_size(max_weight_bytes)
+    if not isinstance(budget, int) or budget < 1:
+        raise ConfigError(
+            f"max_weight_bytes={max_weight_bytes!r}: expected a whole number above 0, or a size "
+            "such as '4GiB'"
+        )
     if streamed(model) is not None:
         raise ConfigError("the weights of this model are streamed already")
     if model.device.type != "cpu":
         raise ConfigError(f"weights are streamed from the CPU, and the model is on {model.device}")
     target = torch.device(device)
     carrier = MappedPages() if target.type == "cpu" else DeviceCopies(target)
-    return StreamedWeights(model, max_weight_bytes, carrier)
+    return StreamedWeights(model, budget, carrier)
 
 
 def streamed(model: torch.nn.Module) -> StreamedWeights | None:

@@ -72,7 +72,7 @@ class Batch:
             if segments:
                 self._compute(segments)
         except BaseException as error:  # nothing may end the thread: all requests would hang
-            log.exception("the batch failed; its requests end with it")
+            log.exception("the batch failed, and all its requests with it")
             for member in [*self._running, *self._waiting]:
                 self._fail(member, error)
         if self._running:
@@ -277,7 +277,7 @@ class Batch:
                 rows, choosers = [logits[g] for g in ready], [s.chooser for s in ready.values()]
                 choices = choose(rows, choosers)
         except Exception as error:
-            log.exception("a step failed; its requests end with it")
+            log.exception("a step failed, and its requests with it")
             for member in segments.values():
                 self._fail(member, error)
             return
@@ -302,7 +302,7 @@ class Batch:
             if member.finish_reason is not None:
                 completion = _completion(member)
         except BaseException as error:  # of a listener, a grammar, a tokenizer: its own matter
-            log.exception("an answer could not be continued")
+            log.exception("a request failed while decoding")
             self._fail(member, error)
             return
         if completion is not None:
@@ -323,7 +323,7 @@ class Batch:
             if looked_up:
                 self._keep(member)
         except Exception:
-            log.exception("storing an answer failed; the answer is not affected")
+            log.exception("storing a request's K/V failed; its output is not affected")
         finally:
             member.owner.close()
 

@@ -58,14 +58,14 @@ class BatchFront:
         self._check(request, sampling)
         self._worker.check_caller()
         if not self._places.acquire(blocking=waits):
-            raise QueueFull(f"{self._parts.options.max_queue_size} requests wait already")
+            raise QueueFull(f"{self._parts.options.max_queue_size} requests are waiting already")
         try:
             member = Member(
                 request=self._start_loading(request),
                 parts=self._parts.under(request.adapter),
                 sampling=sampling,
                 tokenizer=self._tokenizer,
-                end_tokens=self._parts.model.end_tokens,
+                end_tokens=self._parts.model.end_tokens({}),
                 give_back_place=self._places.release,
                 listener=listener,
                 deadline_at=None if deadline_s is None else request.started_at + deadline_s,
@@ -82,12 +82,12 @@ class BatchFront:
         if len(request.tokens) + sampling.max_new_tokens > most:
             raise ConfigError(
                 f"a prompt of {len(request.tokens)} tokens with {sampling.max_new_tokens} new ones "
-                f"does not fit: there is room for {most} (num_blocks, max_cache_bytes)"
+                f"does not fit into {most} tokens of working memory (num_blocks, max_cache_bytes)"
             )
         for token in sampling.logit_bias:
             if not 0 <= token < num_known:
                 raise ConfigError(
-                    f"logit_bias: token {token}: the model knows 0 to {num_known - 1}"
+                    f"logit_bias: token {token} is unknown: expected 0 to {num_known - 1}"
                 )
 
     def answer_all(
@@ -129,6 +129,7 @@ def _result_of(completion: Completion) -> GenerationResult:
     return GenerationResult(
         output_text=completion.text,
         token_ids=list(completion.token_ids),
+        finish_reason=completion.finish_reason,
         ttft_ms=1e3 * times[0],
         total_ms=1e3 * times[-1],
         prompt_tokens=completion.prompt_tokens,

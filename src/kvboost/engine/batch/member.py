@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from kvboost.build import Parts
-from kvboost.core import Chunk, ChunkKeys, Sampling, Span
+from kvboost.core import Chunk, ChunkKeys, FinishReason, Sampling, Span
 from kvboost.engine.batch.live import Owner
 from kvboost.engine.batch.text import TextReader
 from kvboost.engine.batch.ticket import Ticket
 from kvboost.engine.prefill import Prefilled, Terms
 from kvboost.engine.request import Request
-from kvboost.engine.results import Delta, TokenLogprob
+from kvboost.engine.results import Delta, TokenLogprob, finish_reason
 from kvboost.models.packed import Segment
 from kvboost.models.rows import Rows
 from kvboost.models.sampling import Choice, Chooser
@@ -52,7 +52,7 @@ class Member:
     token_times: list[float] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     text: str = ""
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
         self.chooser = Chooser(self.sampling, self.request.tokens)
@@ -105,19 +105,16 @@ class Member:
         self.token_times.append(time.perf_counter() - self.request.started_at)
         self.chooser.accept(token)
         grammar = self.sampling.grammar
-        if token in self.end_tokens and not self.sampling.ignore_eos:
-            self.finish_reason = "stop"
-            text = self._reader.finish()
-        else:
-            text = self._reader.feed(token)
-            if grammar is not None and grammar.is_over:
-                self.finish_reason = "stop"
-            elif len(self.output) >= self.sampling.max_new_tokens:
-                self.finish_reason = "length"
-            if self.finish_reason:
-                text += self._reader.finish()
-            if self._reader.is_stopped:
-                self.finish_reason = "stop"
+        is_end = token in self.end_tokens and not self.sampling.ignore_eos
+        text = "" if is_end else self._reader.feed(token)
+        is_over = is_end or (grammar is not None and grammar.is_over)
+        if is_over or len(self.output) >= self.sampling.max_new_tokens:
+            text += self._reader.finish()
+        self.finish_reason = finish_reason(
+            len(self.output),
+            self.sampling.max_new_tokens,
+            is_stopped=is_over or self._reader.is_stopped,
+        )
         self.text += text
         logprobs = () if self.sampling.top_logprobs is None else (self._reported(choice),)
         self.logprobs += logprobs

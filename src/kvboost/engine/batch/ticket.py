@@ -1,4 +1,4 @@
-"""What a caller holds of a request in the batch."""
+"""A caller's handle of a request in the batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvboost.engine.results import Completion
 
 
 class Ticket:
-    """A request that waits or runs. Thread-safe."""
+    """A waiting or running request. Thread-safe."""
 
     def __init__(self) -> None:
         self._cancelled = threading.Event()
@@ -17,15 +17,19 @@ class Ticket:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether nobody wants the answer any more."""
+        """Whether `cancel` was called."""
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
-        """Stop soon; the future ends with CancelledError unless the answer was there already."""
+        """Stop the request soon; `result` then raises CancelledError, unless it was done before."""
         self._cancelled.set()
 
     def result(self, timeout_s: float | None = None) -> Completion:
-        """Wait for the answer, or for the error that ended it."""
+        """Wait for the output; raises the error of a failed request.
+
+        Args:
+            timeout_s: Seconds to wait at most; default: no limit.
+        """
         return self.future.result(timeout_s)
 
 

@@ -18,33 +18,33 @@ if TYPE_CHECKING:
 
 
 class Evidence(Protocol):
-    """What can be found out about the placed rows before they are repaired."""
+    """Measurements of moved K/V that a strategy may ask for."""
 
     tokens: Sequence[int]  # of the prompt
 
     def deviation(self) -> Scores:
-        """How far K and V of the first layers are from what the model computes here. Costly."""
+        """Distance of the first layers' K/V from a full prefill. Costly."""
 
     def attention(self) -> Scores:
-        """How much the question looks at each position, over a few middle layers. Costly."""
+        """Attention from the end of the prompt to each position, in a few middle layers. Costly."""
 
     def sensitivity(self) -> Scores:
-        """How much each row was found to depend on its context when it was stored; 0: unknown."""
+        """How much each token's K/V depends on its context, measured by `warm`; 0: unknown."""
 
 
 class Repair(ABC):
-    """Chooses the moved rows that one sparse prefill computes besides the live ones."""
+    """Chooses which moved tokens the sparse prefill computes again."""
 
     @abstractmethod
     def select(self, plan: ReusePlan, evidence: Evidence) -> list[int]:
-        """Sorted positions inside moved spans; the other rows are kept as they were placed."""
+        """Positions to compute again, sorted and inside moved spans."""
 
     def expected_rows(self, plan: ReusePlan) -> int:
-        """About how many positions `select` will choose, without any evidence."""
+        """Estimate of how many positions `select` chooses, without evidence."""
         return 0
 
     def corrected(self, plan: ReusePlan) -> list[Span]:
-        """Spans whose other rows are corrected by how the computed ones in them have changed."""
+        """Spans whose other tokens are adjusted by the change of the computed ones."""
         return []
 
 

@@ -70,7 +70,7 @@ def segment_path(folder: Path, number: int) -> Path:
 def take_lock(folder: Path) -> int:
     """Keep other processes out for as long as the file is open."""
     if fcntl is None:
-        raise ConfigError(f"{folder}: the disk tier needs the file locks of Unix")
+        raise ConfigError(f"{folder}: the disk tier requires Unix file locks")
     file = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,7 +78,7 @@ def take_lock(folder: Path) -> int:
         owner = os.pread(file, 32, 0).decode(errors="replace")
         os.close(file)
         raise TierUnavailable(
-            f"{folder} is in use by process {owner or '?'}; processes share a store by cache_url"
+            f"{folder} is in use by process {owner or '?'}; to share a cache, use cache_url"
         ) from None
     with suppress(OSError):  # a full disk has no room for the name of the owner
         os.ftruncate(file, 0)

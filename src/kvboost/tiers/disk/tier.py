@@ -233,7 +233,7 @@ class DiskTier(OwnTier):
                 number = int(path.stem.rpartition("-")[2])
                 self._segments[number] = Segment(FileIO(path, "r+"), self._segment_bytes)
             else:
-                log.warning("%s is removed: the budget has no room for its size", path)
+                log.warning("removing %s: it does not fit the budget", path)
                 path.unlink()
 
     def _replay(self, change: Change | None) -> None:
@@ -306,8 +306,8 @@ class DiskTier(OwnTier):
         if not self._has_refused:
             self._has_refused = True
             log.warning(
-                "%s: a chunk of %d bytes is not stored, for segments have %d: "
-                "raise max_disk_bytes to %d times a chunk or more",
+                "%s: a chunk of %d bytes is not stored, because a segment has %d: "
+                "raise max_disk_bytes to at least %d times a chunk",
                 self._folder,
                 num_bytes,
                 self._segment_bytes,
@@ -324,7 +324,7 @@ class DiskTier(OwnTier):
         while len(empty := self._empty()) < 2 and self._grow():
             pass
         if not self._segments:
-            raise TierUnavailable(f"{self._folder}: there is no room for a segment")
+            raise TierUnavailable(f"{self._folder}: no space for a segment")
         if not empty:  # there is no spare one: a smaller budget, a full disk, or readers in it
             unread = [number for number, each in self._segments.items() if not each.readers]
             if not unread:
@@ -357,7 +357,7 @@ class DiskTier(OwnTier):
             path.unlink(missing_ok=True)
             if error.errno not in NO_SPACE:
                 raise
-            log.warning("%s: no room for another segment: %s", self._folder, error)
+            log.warning("%s: no space for another segment: %s", self._folder, error)
             return False
         return True
 
@@ -413,7 +413,9 @@ class DiskTier(OwnTier):
                 self._log.rewrite(self._places, self._epochs)
             except OSError as error:
                 if not self._is_log_stuck:
-                    log.warning("%s: the index log stays long for now: %s", self._folder, error)
+                    log.warning(
+                        "%s: the index log cannot be shortened yet: %s", self._folder, error
+                    )
                 self._is_log_stuck = True
             else:
                 self._is_log_stuck = False
