@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 import shlex
 import subprocess
@@ -26,6 +27,14 @@ SHARED = ("--model", "--gguf-file", "--device", "--disk-cache-dir", "--cache-url
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MODEL", "DTYPE", "DEVICE", "REUSE", "GGUF_FILE", "DISK_CACHE_DIR", "CACHE_URL"):
         monkeypatch.delenv(f"KVBOOST_{name}", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _own_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve` configures the logging of its process."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", list(root.handlers))
+    monkeypatch.setattr(root, "level", root.level)
 
 
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -159,7 +168,7 @@ def test_a_folder_without_a_model_and_a_name_without_a_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for model, told in ((str(tmp_path), "has no config.json"), ("nobody/nothing", "give a folder")):
+    for model, told in ((str(tmp_path), "has no config.json"), ("nobody/nothing", "pass a folder")):
         assert main(["verify", "--model", model]) == 1
         last = capsys.readouterr().err.splitlines()[-1]
         assert last.startswith(f"kvboost: model '{model}': ") and told in last
