@@ -140,6 +140,7 @@ class KVBoost:
             UnsupportedModel: The model's K/V cannot be reused, and `strict` is True.
             ConfigError: The model cannot be found or loaded, an argument is unknown or wrong, or
                 an adapter does not fit the model.
+            OSError: A file of the model cannot be read.
 
         Example:
             >>> name = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -122,7 +122,7 @@ class GenerationResult:
         >>> result.output_text, result.finish_reason, result.prompt_tokens, result.cached_tokens
         (' Paris.', 'length', 5, 0)
         >>> print(result)
-         Paris.
+        Paris.
         0% of 5 prompt tokens reused; 2 tokens in ... ms, the first after ... ms; ended by length
         >>> 0 < result.ttft_ms <= result.total_ms
         True
@@ -146,7 +146,7 @@ class GenerationResult:
     stages_ms: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        text = self.output_text
+        text = " ".join(self.output_text.split())
         if len(text) > SHOWN_TEXT:
             text = f"{text[:SHOWN_TEXT]}..."
         return (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from huggingface_hub import get_session
-from huggingface_hub.constants import ENDPOINT
+from huggingface_hub.constants import ENDPOINT, HF_HUB_ETAG_TIMEOUT
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvboost.errors import ConfigError, KVBoostError
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-
-HUB_TIMEOUT_S = 5.0
 
 
 class SharedArguments(TypedDict, total=False):
@@ -147,7 +145,7 @@ def _is_path(name: str) -> bool:
 
 def _is_hub_reachable() -> bool:
     try:
-        get_session().head(ENDPOINT, timeout=HUB_TIMEOUT_S)
+        get_session().head(ENDPOINT, timeout=HF_HUB_ETAG_TIMEOUT)
     except Exception:  # of requests, httpx or httpx2, by version
         return False
     return True

@@ -20,7 +20,6 @@ from kvboost.errors import ConfigError
 from kvboost.server.logs import LogStyle
 
 PREFIX = "KVBOOST_"
-UNITS = {"bytes": "SIZE", "ms": "MS", "s": "SECONDS"}  # of numbers, by the end of a name
 WORDS = {"true": True, "yes": True, "on": True, "1": True} | {
     "false": False, "no": False, "off": False, "0": False
 }  # fmt: skip
@@ -140,19 +139,17 @@ def is_loopback(host: str) -> bool:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give a parser a flag for every option; what is not given is not in its result."""
     parser.usage = "%(prog)s --model MODEL [options]"
-    parser.add_argument(
-        "--config", default=argparse.SUPPRESS, metavar="FILE", help="TOML file with options"
-    )
+    parser.add_argument("--config", default=argparse.SUPPRESS, help="TOML file with options")
     for title, options in (("server", ServerOptions), ("engine", Options)):
         group = parser.add_argument_group(title)
         for each, hint in _fields(options):
             given: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(each, hint)}
             if hint is bool:
                 given["action"] = argparse.BooleanOptionalAction
+            elif get_origin(hint) is tuple:
+                given |= {"action": "append", "metavar": "VALUE"}
             else:
-                given["metavar"] = _metavar(each.name, hint)
-                if get_origin(hint) is tuple:
-                    given["action"] = "append"
+                given["metavar"] = "SIZE" if each.name.endswith("_bytes") else "VALUE"
             group.add_argument(_flag(each.name), **given)
 
 
@@ -200,13 +197,6 @@ def _fields(kind: Any) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _metavar(name: str, hint: Any) -> str:
-    unit = name.rpartition("_")[2]
-    if hint in (int, float):
-        return UNITS.get(unit, "N")
-    return unit.upper()
 
 
 def _variable(name: str) -> str:
