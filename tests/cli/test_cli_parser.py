@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import re
 import shlex
 import subprocess
@@ -300,6 +301,21 @@ def test_the_bare_command_and_the_module_show_help(capsys: pytest.CaptureFixture
     assert shown.err == ""
     done = subprocess.run([sys.executable, "-m", "kvboost"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, shown.out, "")
+
+
+@pytest.mark.parametrize(
+    ("load", "given", "chosen"),
+    [(9999.0, None, "PASSIVE"), (9999.0, "ACTIVE", "ACTIVE"), (0.0, None, None)],
+)
+def test_threads_sleep_while_they_wait_on_a_busy_machine(
+    load: float, given: str | None, chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    assert main(["keys", "new", "--tenant", "a"]) == 0
+    assert os.environ.get("OMP_WAIT_POLICY") == chosen
 
 
 def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:

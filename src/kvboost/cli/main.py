@@ -6,14 +6,13 @@ A command's module has `describe(parser)`, which adds its flags and sets `run`.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 from kvboost import __version__
-from kvboost.config import hint
+from kvboost.config import choose_wait_policy, hint
 from kvboost.errors import KVBoostError
 
 COMMANDS = {
@@ -88,8 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = hint(name, COMMANDS) or f": there are {', '.join(COMMANDS)}"
         parser.error(f"no command {name!r}{known}")
     options = parser.parse_args(given)
-    # Before torch loads: threads that spin while they wait stall each other on a busy machine.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    choose_wait_policy()
     try:
         code: int = options.run(options)
     except (KVBoostError, OSError, UnicodeDecodeError) as error:

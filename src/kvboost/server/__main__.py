@@ -1,8 +1,8 @@
 """`python -m kvboost.server` and `kvboost-server`."""
 
-import os
 import sys
 
+from kvboost.config import choose_wait_policy
 from kvboost.errors import missing_packages
 
 PACKAGES = "fastapi httptools jinja2 'llguidance<2' prometheus-client pydantic uvicorn"
@@ -11,8 +11,7 @@ HINT = missing_packages("the server", PACKAGES)
 
 def main() -> int:
     """Serve, if the packages for it are installed; returns the exit code."""
-    # Before torch loads: threads that spin while they wait stall each other on a busy machine.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    choose_wait_policy()
     try:
         from kvboost.server.serve import main as serve  # noqa: PLC0415  (an extra)
     except ModuleNotFoundError as error:
