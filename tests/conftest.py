@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from hashlib import sha256
 
@@ -11,6 +12,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     num_threads = max(1, (os.cpu_count() or 1) // num_workers)
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))  # for what tests start, too
+if "KVBOOST_HOME" not in os.environ:  # workers of xdist have that of the process that started them
+    home = tempfile.TemporaryDirectory(prefix="kvboost-home-")  # removed when the process ends
+    os.environ["KVBOOST_HOME"] = home.name
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 

@@ -15,6 +15,7 @@ from kvboost.core import ReuseMode
 from kvboost.errors import ConfigError
 
 MIB = 2**20
+BUSY_SHARE = 0.5  # of the cores, in use by others
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?)B|B)?")
 POWERS = {None: 0, "K": 1, "M": 2, "G": 3, "T": 4}
 EXACT_BITS = 16  # of `kv_cache_bits`: as the model computes it, whatever its dtype
@@ -250,6 +251,23 @@ def read_size(written: Any) -> Any:
     if size is None:
         return written
     return int(float(size[1]) * (1024 if size[3] else 1000) ** POWERS[size[2]])
+
+
+def choose_wait_policy() -> None:
+    """On a busy machine, let torch's threads sleep while they wait; call it before torch loads.
+
+    Spinning threads stall each other there. On an idle machine sleeping costs a quarter of the
+    decode speed (docs/research-log.md), so that torch's default stays.
+    """
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > BUSY_SHARE * (os.cpu_count() or 1):
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def certified_folder() -> Path:
+    """Where certifications are kept: in $KVBOOST_HOME, or in the user's cache folder."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("KVBOOST_HOME") or Path(caches) / "kvboost") / "certified"
 
 
 def option_names() -> list[str]:

@@ -80,9 +80,12 @@ class TierUnavailable(CacheError):
     """A tier cannot be read or written now."""
 
 
-def missing_extra(what: str, extra: str) -> str:
-    """The message for a missing optional dependency."""
-    return f"{what} needs the extra `{extra}`: pip install '.[{extra}]' in a clone of KVBoost"
+def missing_packages(what: str, packages: str) -> str:
+    """What to say where packages of an extra are not installed.
+
+    The extra itself is not named: on PyPI, this project's name is another project's.
+    """
+    return f"{what} needs packages that are not installed: pip install {packages}"
 
 
 def reason_of(error: Exception) -> str:

@@ -132,7 +132,9 @@ def test_the_load_is_that_of_the_whole_machine(visit: Visit) -> None:
 
 
 def test_what_is_set_already_is_not_advised(visit: Visit) -> None:
+    assert level_of(visit, "OMP_WAIT_POLICY=PASSIVE") is None
     quiet = replace(visit.machine, load=9.0, wait_policy="passive")
+    assert level_of(replace(visit, machine=quiet), "OMP_WAIT_POLICY=PASSIVE") == "note"
     assert value_of(replace(visit, machine=quiet), "OMP_WAIT_POLICY") is None
 
 

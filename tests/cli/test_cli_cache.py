@@ -17,14 +17,16 @@ pytestmark = pytest.mark.tiny
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The disk tier of an engine that has ended."""
+    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path / "home"))
     host = build(*SUPPORTED["llama"])
-    options = {"chunk_size": 16, "disk_cache_dir": str(tmp_path), "max_disk_bytes": 2**22}
+    host.config._name_or_path = "models/tiny-llama"
+    options = {"chunk_size": 16, "disk_cache_dir": str(tmp_path / "kv"), "max_disk_bytes": 2**22}
     with KVBoost(host, WordTokenizer(), **options) as engine:
         for tenant in ("a", "b"):
             engine.generate(words(100), 2, tenant=tenant)
-    return tmp_path
+    return tmp_path / "kv"
 
 
 def test_ls_counts_by_namespace(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,8 +34,10 @@ def test_ls_counts_by_namespace(folder: Path, capsys: pytest.CaptureFixture[str]
     rows = json.loads(capsys.readouterr().out)
     assert [row["tokens"] for row in rows] == [101, 101]
     assert {row["codec"] for row in rows} == {"raw"}
+    assert {row["model"] for row in rows} == {"models/tiny-llama"}
     assert main(["cache", "ls", str(folder)]) == 0
-    assert "14 chunks, " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "14 chunks, " in shown and shown.count("models/tiny-llama") == 2
 
 
 def test_verify_and_gc_find_what_is_damaged(
@@ -48,7 +52,7 @@ def test_verify_and_gc_find_what_is_damaged(
     assert main(["cache", "verify", str(folder)]) == 1
     assert "14 chunks, 1 damaged" in capsys.readouterr().out
     assert main(["cache", "gc", str(folder)]) == 0
-    assert "13 chunks kept, 1 damaged ones dropped" in capsys.readouterr().out
+    assert "13 chunks kept, 1 damaged chunks deleted" in capsys.readouterr().out
     assert main(["cache", "verify", str(folder)]) == 0
 
 
@@ -82,4 +86,4 @@ def test_verify_misses_what_is_gone(folder: Path, capsys: pytest.CaptureFixture[
     index = folder / "index-v1.log"
     index.write_bytes(index.read_bytes()[:-100])
     assert main(["cache", "verify", str(folder)]) == 1
-    assert "1 records of the index that cannot be read" in capsys.readouterr().out
+    assert "1 index records unreadable" in capsys.readouterr().out

@@ -34,7 +34,18 @@ def test_json_has_every_span(files: tuple[str, str], capsys: pytest.CaptureFixtu
     prompt, seen = files
     assert (
         cli.main(
-            ["explain", prompt, "--model", "tiny", "--seen", seen, "--reuse", "auto", "--json"]
+            [
+                "explain",
+                prompt,
+                "--raw",
+                "--model",
+                "tiny",
+                "--seen",
+                seen,
+                "--reuse",
+                "auto",
+                "--json",
+            ]
         )
         == 0
     )
@@ -48,7 +59,10 @@ def test_text_shows_the_spans_and_their_reasons(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompt, seen = files
-    assert cli.main(["explain", prompt, "--model", "tiny", "--seen", seen, "--reuse", "auto"]) == 0
+    assert (
+        cli.main(["explain", prompt, "--raw", "--model", "tiny", "--seen", seen, "--reuse", "auto"])
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "3 tokens later than when it was computed" in shown
     marks = [line.split("]")[0] for line in shown.splitlines() if line.startswith("[")]
@@ -57,5 +71,5 @@ def test_text_shows_the_spans_and_their_reasons(
 
 
 def test_a_missing_file_is_told_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["explain", "/no/such/file", "--model", "tiny"]) == 1
+    assert cli.main(["explain", "/no/such/file", "--raw", "--model", "tiny"]) == 1
     assert capsys.readouterr().err.endswith("kvboost: /no/such/file: No such file or directory\n")

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from kvboost.cli.main import COMMANDS, main, make_parser
+from kvboost.cli.main import COMMANDS, EPILOG, main, make_parser
+from kvboost.server.__main__ import PACKAGES
 
 SOURCE = Path(__file__).parents[2] / "src" / "kvboost"
 SHARED = ("--model", "--gguf-file", "--device", "--disk-cache-dir", "--cache-url")
@@ -23,6 +28,14 @@ SHARED = ("--model", "--gguf-file", "--device", "--disk-cache-dir", "--cache-url
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MODEL", "DTYPE", "DEVICE", "REUSE", "GGUF_FILE", "DISK_CACHE_DIR", "CACHE_URL"):
         monkeypatch.delenv(f"KVBOOST_{name}", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _own_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve` configures the logging of its process."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", list(root.handlers))
+    monkeypatch.setattr(root, "level", root.level)
 
 
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -109,15 +122,17 @@ print([name for name in heavy if name in sys.modules])
     [
         (["genrate"], "no command 'genrate'; did you mean 'generate'?"),
         (["xyzzy"], "no command 'xyzzy': there are serve, generate, chat"),
-        ([], "a command is missing: there are serve"),
         (["generate", "hi"], "required: --model"),
-        (["generate", "hi", "--model", "m", "--reuse", "some"], "'some' is none of off, exact"),
+        (
+            ["generate", "hi", "--model", "m", "--reuse", "some"],
+            "'some': expected one of off, exact",
+        ),
         (["generate", "hi", "--model", "m", "--max-new-tokens", "0"], "whole number above 0"),
         (["chat", "--model", "m", "--temperature", "-1"], "number of at least 0"),
-        (["chat", "--model", "m", "--dtype", "int3"], "'int3' is none of auto, float32"),
+        (["chat", "--model", "m", "--dtype", "int3"], "'int3': expected one of auto, float32"),
         (["generate", "hi", "--file", "x", "--model", "m"], "not allowed with argument"),
         (["warm", "--model", "m"], "required: PATH"),
-        (["warm", "x", "--model", "m"], "give --disk-cache-dir or --cache-url"),
+        (["warm", "x", "--model", "m"], "nothing to save to: pass --disk-cache-dir or --cache-url"),
         (["chat", "--mod", "m"], "required: --model"),  # names are not guessed
     ],
 )
@@ -154,7 +169,7 @@ def test_a_folder_without_a_model_and_a_name_without_a_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for model, told in ((str(tmp_path), "has no config.json"), ("nobody/nothing", "give a folder")):
+    for model, told in ((str(tmp_path), "has no config.json"), ("nobody/nothing", "pass a folder")):
         assert main(["verify", "--model", model]) == 1
         last = capsys.readouterr().err.splitlines()[-1]
         assert last.startswith(f"kvboost: model '{model}': ") and told in last
@@ -167,6 +182,140 @@ def test_doctor_tells_in_a_line_that_a_model_cannot_be_loaded(
     assert main(["doctor", "--model", str(tmp_path)]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"kvboost: model '{tmp_path}': ") and not last.endswith(":")
+
+
+# The least that a command accepts.
+CALLS = {
+    "serve": [],
+    "generate": ["hi"],
+    "chat": [],
+    "warm": ["x", "--disk-cache-dir", "kv"],
+    "explain": ["x"],
+    "verify": [],
+    "doctor": [],
+    "bench": ["run"],
+    "analyze": [],
+    "cache": ["ls", "x"],
+    "top": [],
+    "keys": ["new", "--tenant", "t"],
+    "completion": ["bash"],
+}
+WITH_MODEL = ["serve", "generate", "chat", "warm", "explain", "verify", "doctor", "bench"]
+
+
+def code_of(*arguments: str) -> object:
+    try:
+        return main(arguments)
+    except SystemExit as ended:
+        return ended.code
+
+
+def test_the_codes_are_those_of_the_table() -> None:
+    told = re.findall(r"^  (\d+) ", EPILOG, flags=re.MULTILINE)
+    assert told == ["0", "1", "2", "130"]
+    assert {*CALLS} == {*COMMANDS}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_and_wrong_usage_have_one_code_in_all_commands(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert code_of(command, "--help") == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith(f"usage: kvboost {command}") and shown.err == ""
+    assert code_of(command, *CALLS[command], "--no-such-flag") == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith(f"usage: kvboost {command}")
+
+
+@pytest.mark.parametrize("command", WITH_MODEL)
+def test_a_missing_model_is_wrong_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of(command, *CALLS[command]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"usage: kvboost {command}") and "--model" in shown.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serve", "--model", "m", "--port", "99999"],
+        ["serve", "--model", "m", "--reuse", "some"],
+        ["serve", "--model", "m", "--config", "/no/such/file"],
+        ["doctor", "--model", "m", "--seconds", "0"],
+        ["explain", "x", "--model", "m", "--chunk-size", "0", "--json"],
+        ["analyze", "--replicas", "0"],
+        ["analyze", "--replicas", "2"],
+        ["analyze", "x", "--block-tokens", "0"],
+        ["bench", "run", "--model", "m", "--systems", "none"],
+        ["chat", "--model", "m", "--top-p", "1.5"],
+        ["chat", "--model", "m", "--top-k", "0"],
+        ["cache"],
+        ["keys", "new"],
+        ["completion", "fish"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_value_is_wrong_usage(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").write_text("a prompt")
+    assert code_of(*arguments) == 2
+
+
+@pytest.mark.parametrize("command", WITH_MODEL[:-1])
+def test_a_model_that_is_not_there_is_a_failure(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").write_text("a prompt")
+    port = ("--port", "0") if command == "serve" else ()
+    assert code_of(command, *CALLS[command], *port, "--model", "/no/such") == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "kvboost: model '/no/such': there is no such folder or file"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["analyze", "/no/file"],
+        ["cache", "ls", "/no/folder"],
+        ["top", "--url", "http://127.0.0.1:9"],
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_read_is_a_failure(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert code_of(*arguments) == 1
+    assert capsys.readouterr().err.startswith("kvboost: ")
+
+
+def test_the_bare_command_and_the_module_show_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of() == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("usage: kvboost ") and EPILOG in shown.out
+    assert shown.err == ""
+    done = subprocess.run([sys.executable, "-m", "kvboost"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, shown.out, "")
+
+
+@pytest.mark.parametrize(
+    ("load", "given", "chosen"),
+    [(9999.0, None, "PASSIVE"), (9999.0, "ACTIVE", "ACTIVE"), (0.0, None, None)],
+)
+def test_threads_sleep_while_they_wait_on_a_busy_machine(
+    load: float, given: str | None, chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    assert main(["keys", "new", "--tenant", "a"]) == 0
+    assert os.environ.get("OMP_WAIT_POLICY") == chosen
 
 
 def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +339,7 @@ def test_variables_of_the_server_are_defaults(
     monkeypatch.setenv("KVBOOST_REUSE", "some")
     with pytest.raises(SystemExit):
         main(["warm", "a.txt"])
-    assert "'some' is none of exact, auto" in capsys.readouterr().err
+    assert "'some': expected one of exact, auto" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
@@ -208,7 +357,27 @@ def test_a_missing_extra_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 1
-    assert "needs the extra `cli`: pip install '.[cli]'" in capsys.readouterr().err
+    assert "not installed: pip install shtab" in capsys.readouterr().err
+
+
+def test_explain_without_rich_says_so_before_it_loads_a_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert main(["explain", "/no/file", "--model", "/no/model"]) == 1
+    told = "explain needs packages that are not installed: pip install rich; or use --json"
+    assert capsys.readouterr().err == f"kvboost: {told}\n"
+
+
+def test_the_server_s_packages_are_those_of_its_extra() -> None:
+    wanted = {Requirement(each) for each in metadata.requires("kvboost") or ()}
+    extra = {
+        each.name
+        for each in wanted
+        if str(each.marker) == 'extra == "server"'  # with a condition: not needed everywhere
+    }
+    named = {Requirement(each.strip("'")).name for each in PACKAGES.split()}
+    assert named == extra
 
 
 def test_no_message_names_the_other_project_of_this_name() -> None:

@@ -22,9 +22,9 @@ def test_what_one_process_warms_another_reuses(smol: str, tmp_path: Path) -> Non
     handbook.write_text("".join(HANDBOOK.format(number) for number in range(8)))
     where = ["--model", smol, "--dtype", "float32", "--disk-cache-dir", str(tmp_path / "kv")]
     assert main(["warm", str(handbook), *where]) == 0
-    ask = ["generate", "Question: When must a boat be back?\nAnswer:", "--max-new-tokens", "8"]
+    ask = ["generate", "When must a boat be back?", "--max-new-tokens", "8"]
     done = subprocess.run(
-        [sys.executable, "-m", "kvboost.cli.main", *ask, "--document", str(handbook), *where,
+        [sys.executable, "-m", "kvboost", *ask, "--document", str(handbook), *where,
          "--json"],
         capture_output=True, text=True,
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -168,8 +169,9 @@ def test_audits_of_a_full_repair_find_nothing() -> None:
 
 
 def test_a_model_that_cannot_be_moved_gets_exact_reuse_and_says_why(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
     broken = certify.Rotations(refusal="no rotation explains how K of layer 0 moves (misfit 2)")
     monkeypatch.setattr(certify, "measure_rotations", lambda *_: broken)
     with engine_of() as engine:

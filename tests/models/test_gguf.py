@@ -147,7 +147,7 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
 
 def test_a_missing_extra_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"gguf and accelerate .* '\.\[gguf\]'"):
+    with pytest.raises(ConfigError, match="pip install gguf accelerate"):
         KVBoost.from_pretrained(str(file))
 
 

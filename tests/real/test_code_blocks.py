@@ -27,8 +27,6 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-import kvboost.engine.engine
-from certified import KnownModel
 from kvboost.cli.main import main
 from loras import save_adapter
 from pages import (
@@ -193,7 +191,6 @@ def reader_of(page: Path, request: pytest.FixtureRequest) -> Iterator[Reader]:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvboost.engine.engine, "HFModel", KnownModel)
     for name in BESIDE:
         shutil.copy(ROOT / name, tmp_path)
     monkeypatch.chdir(tmp_path)

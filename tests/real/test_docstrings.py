@@ -13,8 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvboost
-import kvboost.engine.engine
-from certified import KnownModel
 from kvboost import KVBoost
 from loras import save_adapter
 
@@ -79,7 +77,6 @@ def test_examples_show_what_happens(
 ) -> None:
     """Methods go on with what the example of their class has made, each on an empty store."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(kvboost.engine.engine, "HFModel", KnownModel)
     output: list[str] = []
     found, parser = dict(names), doctest.DocTestParser()
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)

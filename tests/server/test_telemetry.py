@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -142,6 +143,15 @@ def test_one_log_line_tells_of_a_request_and_no_text(caplog: pytest.LogCaptureFi
     assert (fine["ttft_ms"], fine["queue_ms"], fine["total_ms"]) == (500.0, 100.0, 1000.0)
     assert (bad["error"], bad["ttft_ms"], bad["finish_reason"]) == ("queue_full", None, "")
     assert "secret" not in str(fine)
+
+
+def test_watching_a_server_leaves_its_log_alone(caplog: pytest.LogCaptureFixture) -> None:
+    telemetry = Telemetry(FakeEngine(), model="smol")
+    with caplog.at_level(logging.INFO, "kvboost.request"):
+        telemetry.observe(replace(record(), endpoint="/v1/stats"))
+        assert caplog.records == []
+        telemetry.observe(replace(failed(), endpoint="/v1/stats"))
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
 
 
 def test_the_last_minute_is_summed_up() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvboost.analyze.curve import Curve, Findings, Share
 from kvboost.analyze.fleet import FleetResult, Setup
-from kvboost.errors import ConfigError, missing_extra
+from kvboost.errors import ConfigError, missing_packages
 
 NUM_SIZES = 10
 DAY_S = 86_400.0
@@ -56,12 +56,12 @@ class Analysis:
 
 
 def sizes_to_show(findings: Findings) -> list[float]:
-    """Round numbers, up to the first that holds everything."""
+    """Round numbers from a thousand tokens up to the first that holds everything."""
     most = max(
         (curve.distinct_tokens for curve in (*findings.prefix.values(), findings.content) if curve),
         default=0.0,
     )
-    rounds = [factor * 10.0**power for power in range(15) for factor in (1, 2, 5)]
+    rounds = [factor * 10.0**power for power in range(3, 15) for factor in (1, 2, 5)]
     num_below = sum(size < most for size in rounds)
     return rounds[max(0, num_below + 1 - NUM_SIZES) : num_below + 1]
 
@@ -212,7 +212,7 @@ def plot(analysis: Analysis, path: Path) -> None:
         import matplotlib  # noqa: PLC0415  (large, and part of an extra)
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
-        raise ConfigError(missing_extra("--plot", "bench")) from error
+        raise ConfigError(missing_packages("--plot", "matplotlib")) from error
     curves = curves_of(analysis.findings)
     most = max([curve.distinct_tokens for curve in curves.values()] + [1e3])
     figure = Figure(figsize=(8, 4.5), layout="constrained")

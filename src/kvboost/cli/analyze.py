@@ -1,4 +1,4 @@
-"""`kvboost analyze`: what reuse would save, told from a log of requests."""
+"""`kvboost analyze`: what reuse would save, from a log of requests."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     flags.about(
         parser,
-        "Reads a log of requests and tells what part of the prompts would be reused, by cache "
-        "size. A line is a request: one of a hash trace in Mooncake's format, or the body of a "
-        "request to an OpenAI server. Numbers of tokens may end in K, M or G.",
+        "Estimates from a request log which share of prompt tokens would be reused, by cache size. "
+        "Each line is a request: a hash trace in Mooncake's format, or the body of a request to "
+        "an OpenAI server. Token counts may end in K, M or G.",
         "kvboost analyze requests.jsonl",
         "kvboost analyze requests.jsonl --price 0.5 --prefill-speed 4000 --plot reuse.svg",
         "kvboost analyze trace.jsonl --replicas 1 4 16 --routing reuse least-loaded "
@@ -39,7 +39,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
     _add_reading(parser)
     _add_worth(parser)
     _add_fleets(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw reuse by cache size")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.svg", help="plot reuse by cache size (needs matplotlib)"
+    )
     flags.add_json(parser)
 
 
@@ -59,7 +61,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="N",
-        help="sizes of caches to tell of",
+        help="cache sizes to report (default: round numbers from 1K)",
     )
     add(
         "--block-tokens",
@@ -67,14 +69,14 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="N",
-        help="tokens in a block of prefix reuse (default: 128, and 512 for hash traces)",
+        help="block size of prefix reuse, in tokens (default: 128; hash traces: 512)",
     )
     add(
         "--bytes-per-token",
         type=_positive_number,
         default=BYTES_PER_TOKEN,
         metavar="N",
-        help="of texts (default: 4)",
+        help="bytes of text per token (default: 4)",
     )
 
 
@@ -86,22 +88,25 @@ def _add_worth(parser: argparse.ArgumentParser) -> None:
         "--bytes-per-kv-token",
         type=_positive_number,
         metavar="N",
-        help="bytes of K/V of one token",
+        help="K/V bytes per token",
     )
     sizes.add_argument(
-        "--model-config", type=Path, metavar="FILE", help="a model's config.json, to compute them"
+        "--model-config",
+        type=Path,
+        metavar="FILE",
+        help="config.json of a model, to compute them from",
     )
     add(
         "--prefill-speed",
         type=_positive_number,
         metavar="N",
-        help="prompt tokens a second, to tell the time saved",
+        help="prompt tokens per second, to estimate time saved",
     )
     add(
         "--price",
         type=_positive_number,
         metavar="MONEY",
-        help="of a million prompt tokens, to tell the money saved",
+        help="price of a million prompt tokens, to estimate money saved",
     )
 
 
@@ -114,28 +119,28 @@ def _add_fleets(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="N",
-        help="simulate fleets of so many replicas",
+        help="simulate fleets with these numbers of replicas",
     )
     add(
         "--routing",
         nargs="+",
         choices=ROUTINGS,
         default=["reuse"],
-        help="how fleets route (default: reuse)",
+        help="routing policies to simulate (default: reuse)",
     )
     add(
         "--replica-cache-tokens",
         type=_number_of_tokens,
         default=math.inf,
         metavar="N",
-        help="size of each replica's cache (default: any)",
+        help="cache size of each replica (default: unlimited)",
     )
     add(
         "--shared-tokens",
         type=_number_of_tokens,
         default=0.0,
         metavar="N",
-        help="size of a tier that replicas share",
+        help="size of a tier shared by the replicas",
     )
 
 
@@ -160,7 +165,7 @@ def _analyze(options: argparse.Namespace) -> int:
     def skip(number: int, reason: str) -> None:
         broken.append(number)
         if len(broken) <= MOST_TOLD:
-            sys.stderr.write(f"kvboost: line {number} is left out: {reason}\n")
+            sys.stderr.write(f"kvboost: skipping line {number}: {reason}\n")
 
     findings = follow(_read(options, skip), options.block_tokens, options.cache_tokens)
     if not findings.num_requests:
@@ -173,23 +178,24 @@ def _analyze(options: argparse.Namespace) -> int:
         fleets=list(_fleets(options)),
     )
     if len(broken) > MOST_TOLD:
-        sys.stderr.write(f"kvboost: {len(broken)} lines are left out\n")
-    if options.plot:
-        plot(analysis, options.plot)
+        sys.stderr.write(f"kvboost: {len(broken)} lines skipped\n")
     if options.json:
         sys.stdout.write(json.dumps(as_json(analysis), indent=2) + "\n")
     else:
         sys.stdout.write(as_text(analysis))
+    sys.stdout.flush()
+    if options.plot:
+        plot(analysis, options.plot)
     return 0
 
 
 def _check(options: argparse.Namespace) -> None:
     if min([1, *options.block_tokens]) < 1:
-        raise ConfigError("--block-tokens: expected numbers above 0")
+        options.fail("--block-tokens: expected numbers above 0")
     if min([1, *options.replicas]) < 1:
-        raise ConfigError("--replicas: expected numbers above 0")
+        options.fail("--replicas: expected numbers above 0")
     if options.replicas and options.log == "-":
-        raise ConfigError("--replicas reads the log once for each fleet: give a file")
+        options.fail("--replicas reads the log once for each fleet: pass a file")
 
 
 def _read(

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -19,7 +19,6 @@ from kvboost.bench.names import (
 )
 from kvboost.bench.systems import SYSTEMS
 from kvboost.cli import flags
-from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvboost.bench.settings import Settings
@@ -35,8 +34,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """Add the parts and their flags."""
     flags.about(
         parser,
-        "Measures workloads times systems in alternating rounds, with the clock of the caller, "
-        "judges every answer, and writes a page.",
+        "Runs workloads on several systems in alternating rounds, times them from outside, judges "
+        "every answer, and writes a report.",
         "kvboost bench setup",
         "kvboost bench run --model FOLDER --quick --out bench",
         "kvboost bench report bench",
@@ -44,7 +43,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_subparsers(dest="part", metavar="PART", required=True)
     _add_setup(parts)
     _add_run(parts)
-    text = "write the page and the summary of a run anew"
+    text = "rewrite the report and the summary of a run"
     report = parts.add_parser("report", help=text)
     flags.about(report, f"{text.capitalize()}.", "kvboost bench report bench")
     report.set_defaults(run=_report)
@@ -53,22 +52,22 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_setup(parts: Parts) -> None:
-    text = "make the virtual environments of the other systems (gigabytes, minutes)"
+    text = "create virtual environments for the other systems (gigabytes, minutes)"
     setup = parts.add_parser("setup", help=text)
     flags.about(setup, f"{text.capitalize()}.", "kvboost bench setup", "kvboost bench setup vllm")
     setup.set_defaults(run=_setup)
     setup.add_argument(
-        "names", nargs="*", metavar="NAME", help="environments to make (default: all)"
+        "names", nargs="*", metavar="NAME", help="environments to create (default: all)"
     )
     flags.add_json(setup)
 
 
 def _add_run(parts: Parts) -> None:
-    run = parts.add_parser("run", help="measure; a run that was stopped goes on where it was")
+    run = parts.add_parser("run", help="measure; continues a run that was stopped")
     flags.about(
         run,
-        "Measures; a run that was stopped goes on where it was. Systems whose environment is "
-        "missing are left out, and the report says so.",
+        "Measures; continues a run that was stopped. Systems without an environment are skipped, "
+        "and the report says so.",
         "kvboost bench run --model FOLDER --quick --out bench",
         "kvboost bench run --model FOLDER --gguf FILE --data DATA --dtype fp32 --out report",
     )
@@ -86,21 +85,30 @@ def _add_run(parts: Parts) -> None:
         type=Path,
         default=Path("bench"),
         metavar="FOLDER",
-        help="where results and the page go (default: bench)",
+        help="folder for results and the report (default: bench)",
     )
     run.add_argument(
-        "--quick", action="store_true", help="a part of it, in minutes: few systems, no traffic"
+        "--quick", action="store_true", help="a subset that takes minutes: few systems, no traffic"
     )
     run.add_argument(
         "--rounds", type=int, metavar="N", help=f"default: {ROUNDS}, quick: {QUICK_ROUNDS}"
     )
     run.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of texts and orders (default: 0)"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="random seed of texts and orders (default: 0)",
     )
-    run.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {', '.join(SYSTEMS)}")
-    run.add_argument("--workloads", nargs="+", metavar="NAME", help=f"of {', '.join(WORKLOADS)}")
-    run.add_argument("--questions", nargs="*", metavar="NAME", help=f"of {', '.join(QUESTIONS)}")
+    _add_names(run, "--systems", "+", SYSTEMS)
+    _add_names(run, "--workloads", "+", WORKLOADS)
+    _add_names(run, "--questions", "*", QUESTIONS)
     flags.add_json(run)
+
+
+def _add_names(run: argparse.ArgumentParser, flag: str, count: str, known: Collection[str]) -> None:
+    text = f"of {', '.join(known)}"
+    run.add_argument(flag, nargs=count, choices=known, metavar="NAME", help=text)
 
 
 def _setup(options: argparse.Namespace) -> int:
@@ -155,16 +163,10 @@ def _settings(options: argparse.Namespace) -> Settings:
         seed=options.seed,
         rounds=options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS),
         num_tokens=QUICK_TOKENS if options.quick else NUM_TOKENS,
-        systems=_known(options.systems or systems, SYSTEMS),
-        workloads=_known(options.workloads or workloads, WORKLOADS),
-        questions=_known(questions if options.questions is None else options.questions, QUESTIONS),
+        systems=tuple(dict.fromkeys(options.systems or systems)),
+        workloads=tuple(dict.fromkeys(options.workloads or workloads)),
+        questions=tuple(
+            dict.fromkeys(questions if options.questions is None else options.questions)
+        ),
         is_quick=options.quick,
     )
-
-
-def _known(names: Iterable[str], known: Collection[str]) -> tuple[str, ...]:
-    chosen = tuple(dict.fromkeys(names))
-    for name in chosen:
-        if name not in known:
-            raise ConfigError(f"{name!r} is none of {', '.join(known)}")
-    return chosen

@@ -1,4 +1,4 @@
-"""`kvboost cache`: what lies in the folder of a disk tier, whether it is sound, and its removal."""
+"""`kvboost cache`: the folder of a disk tier: its contents, their check, and their removal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvboost.cli import flags
+from kvboost.config import certified_folder
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvboost.codecs.frame import Head
     from kvboost.tiers.disk.tier import DiskTier
 
+MODEL_DIGITS = 6  # of a namespace, at its end
 ANY_SIZE = 2**62  # a budget that changes nothing
 
 
@@ -23,18 +25,18 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """Add the actions and their flags."""
     flags.about(
         parser,
-        "Looks after the folder of a disk tier. An engine or a server that uses it may be running "
-        "for ls only.",
+        "Inspects, checks and cleans the folder of a disk tier. Stop engines and servers that use "
+        "it first; only ls works beside them.",
         "kvboost cache ls kv-cache",
         "kvboost cache verify kv-cache --json",
         "kvboost cache clear kv-cache",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, run, text in (
-        ("ls", _ls, "what is stored, by namespace (a digest of model, tenant and kind of storage)"),
-        ("verify", _verify, "read every frame and check it; exit code 1 if any is damaged"),
-        ("gc", _gc, "drop damaged frames and give room back that is not in use"),
-        ("clear", _clear, "remove everything"),
+        ("ls", _ls, "list what is stored, by model and tenant"),
+        ("verify", _verify, "read and check every frame; exit code 1 if any is damaged"),
+        ("gc", _gc, "delete damaged frames and free unused space"),
+        ("clear", _clear, "delete everything"),
     ):
         action = actions.add_parser(name, help=text)
         flags.about(action, f"{text.capitalize()}.", f"kvboost cache {name} kv-cache")
@@ -69,6 +71,7 @@ def _ls(options: argparse.Namespace) -> int:
     chunks: Counter[tuple[str, str, str]] = Counter()
     tokens: Counter[tuple[str, str, str]] = Counter()
     size_bytes: Counter[tuple[str, str, str]] = Counter()
+    names = _model_names()
     for head in heads(_folder(options)):
         kind = _kind(head)
         chunks[kind] += 1
@@ -77,6 +80,7 @@ def _ls(options: argparse.Namespace) -> int:
     rows = [
         {
             "namespace": kind[0],
+            "model": names.get(kind[0][-MODEL_DIGITS:]),
             "kv": kind[1],
             "codec": kind[2],
             "chunks": chunks[kind],
@@ -91,11 +95,24 @@ def _ls(options: argparse.Namespace) -> int:
     for row in rows:
         sys.stdout.write(
             f"{row['namespace']}  {row['chunks']:>7} chunks  {row['tokens']:>9} tokens  "
-            f"{row['mb']:>9} MB  {row['codec']:<4}  {row['kv']}\n"
+            f"{row['mb']:>9} MB  {row['codec']:<4}  {row['model'] or row['kv']}\n"
         )
     total_mb = sum(size_bytes.values()) / 2**20
     sys.stdout.write(f"{sum(chunks.values())} chunks, {total_mb:.1f} MB\n")
     return 0
+
+
+def _model_names() -> dict[str, str]:
+    """Names of models that were certified here, by the end of their namespaces."""
+    from kvboost.codecs.base import CODEC_NAMES  # noqa: PLC0415
+    from kvboost.models.kept import model_names  # noqa: PLC0415
+    from kvboost.reuse.keys import namespace  # noqa: PLC0415
+
+    return {
+        namespace(fingerprint, "", None, codec).hex()[-MODEL_DIGITS:]: name
+        for fingerprint, name in model_names(certified_folder()).items()
+        for codec in CODEC_NAMES.values()
+    }
 
 
 def _kind(head: Head) -> tuple[str, str, str]:
@@ -117,10 +134,7 @@ def _verify(options: argparse.Namespace) -> int:
         "lost": tier.num_unreadable,
     }
     tier.close()
-    text = (
-        "{chunks} chunks, {damaged} damaged, {lost} records of the index that cannot be read or "
-        "lead nowhere"
-    )
+    text = "{chunks} chunks, {damaged} damaged, {lost} index records unreadable or dangling"
     _tell(options, counts, text)
     return int(counts["damaged"] + counts["lost"] > 0)
 
@@ -136,7 +150,7 @@ def _gc(options: argparse.Namespace) -> int:
         "freed_mb": round(freed_bytes / 2**20, 1),
     }
     tier.close()
-    text = "{kept} chunks kept, {dropped} damaged ones dropped, {freed_mb:.1f} MB given back"
+    text = "{kept} chunks kept, {dropped} damaged chunks deleted, {freed_mb:.1f} MB freed"
     _tell(options, counts, text)
     return 0
 
@@ -147,5 +161,5 @@ def _clear(options: argparse.Namespace) -> int:
     folder = _folder(options)
     size_bytes = sum(path.stat().st_size for path in folder.iterdir())
     clear(folder)
-    _tell(options, {"freed_mb": round(size_bytes / 2**20, 1)}, "{freed_mb:.1f} MB given back")
+    _tell(options, {"freed_mb": round(size_bytes / 2**20, 1)}, "{freed_mb:.1f} MB freed")
     return 0

@@ -26,16 +26,14 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     flags.about(
         parser,
-        "Talks with a model in its own chat template. A line of standard input is a message; "
-        f"{LEAVE}, the end of input (Ctrl+D) or Ctrl+C end it. After each answer, standard error "
+        "Talks with a model in its chat template. Each line of standard input is a message; "
+        f"{LEAVE}, end of input (Ctrl+D) or Ctrl+C leaves. After each answer, standard error "
         "says how much of the conversation was reused.",
         "kvboost chat --model FOLDER --system 'You answer in one sentence.'",
         "echo 'What is the capital of France?' | kvboost chat --model FOLDER --json",
     )
     parser.set_defaults(run=_chat)
-    parser.add_argument(
-        "--system", metavar="TEXT", help="message that the conversation begins with"
-    )
+    parser.add_argument("--system", metavar="TEXT", help="system message")
     flags.add_model(parser)
     flags.add_answer(parser, MAX_NEW_TOKENS)
     flags.add_reuse(parser)
@@ -47,7 +45,9 @@ def _chat(options: argparse.Namespace) -> int:
     messages = [{"role": "system", "content": options.system}] if options.system else []
     with loaded(options) as engine:
         if engine.tokenizer.chat_template is None:
-            raise KVBoostError(f"model {options.model!r} has no chat template: use generate")
+            raise KVBoostError(
+                f"model {options.model!r} has no chat template: use `kvboost generate`"
+            )
         try:
             for text in _lines():
                 messages.append({"role": "user", "content": text})
@@ -71,7 +71,7 @@ def _answer(engine: KVBoost, messages: list[dict[str, str]], options: argparse.N
 
 
 def _lines() -> Iterator[str]:
-    """What the user says, until he leaves; on a terminal he is asked, and can edit."""
+    """Messages of the user; on a terminal with a prompt and line editing."""
     with suppress(ImportError):
         import readline  # noqa: F401, PLC0415  (`input` uses it; not on every system)
     prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""

@@ -8,7 +8,6 @@ import time
 
 from kvboost.cli import flags
 from kvboost.cli.loading import quieten
-from kvboost.errors import ConfigError
 
 LOADED_WITH = ("model", "gguf_file", "dtype", "device")
 
@@ -17,9 +16,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     flags.about(
         parser,
-        "Certifies a model, measures prefill, decoding and tiers on this machine, and recommends "
-        "settings. Of shared stores it measures Redis and Valkey. Exit code 1 if the model's K/V "
-        "cannot be reused.",
+        "Certifies a model, measures prefill, decode and tiers on this machine, and recommends "
+        "settings. Shared stores: Redis and Valkey only. Exit code 1 if the model's K/V cannot be "
+        "reused.",
         "kvboost doctor --model FOLDER",
         "kvboost doctor --model FOLDER --disk-cache-dir kv-cache --cache-url redis://127.0.0.1:6379",
     )
@@ -31,14 +30,14 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=60.0,
         metavar="S",
-        help="time to measure, once the model is loaded and certified (default: 60)",
+        help="seconds to measure after loading and certification (default: 60)",
     )
     flags.add_json(parser)
 
 
 def _doctor(options: argparse.Namespace) -> int:
     if not options.seconds > 0:
-        raise ConfigError(f"--seconds={options.seconds}: expected a number above 0")
+        options.fail(f"--seconds={options.seconds}: expected a number above 0")
     quieten()
     from kvboost.bench.doctor.advice import settings  # noqa: PLC0415
     from kvboost.bench.doctor.diagnosis import findings  # noqa: PLC0415

@@ -6,12 +6,15 @@ import argparse
 import dataclasses
 import json
 import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kvboost.cli import flags
-from kvboost.cli.loading import loaded, read
+from kvboost.cli.loading import loaded, read, read_document
+from kvboost.cli.prompts import add_raw, prompt_tokens
+from kvboost.cli.warm import warm_text
 from kvboost.core import counted, percent
-from kvboost.errors import KVBoostError, missing_extra
+from kvboost.errors import KVBoostError, missing_packages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,8 +23,8 @@ if TYPE_CHECKING:
 
 COLOURS = {"exact": "green", "moved": "yellow", "miss": "dim"}
 MEANINGS = {
-    "exact": "from the store, with the same text before it",
-    "moved": "from the store, computed with other text before it",
+    "exact": "stored, computed after the same prefix",
+    "moved": "stored, computed after another prefix",
     "miss": "computed",
 }
 LONGEST_SHOWN = 400  # characters of a span in the terminal
@@ -31,8 +34,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     flags.about(
         parser,
-        "Reads the --seen prompts, then shows what of PROMPT is reused, moved or missed, and why. "
-        "With --disk-cache-dir or --cache-url, what is stored there counts as well.",
+        "Prefills the --seen prompts, then shows which spans of PROMPT are exact, moved or missed, "
+        "and why. With --disk-cache-dir or --cache-url, K/V stored there counts as well. Prompts "
+        "are tokenized as by `kvboost generate`.",
         "kvboost explain prompt.txt --seen earlier.txt --model FOLDER",
         "kvboost explain prompt.txt --document handbook.md --reuse auto --model FOLDER --json",
     )
@@ -57,6 +61,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chunk-size", type=int, default=128, metavar="N", help="tokens in a chunk (default: 128)"
     )
+    add_raw(parser)
     flags.add_model(parser)
     flags.add_reuse(parser)
     flags.add_tiers(parser)
@@ -64,16 +69,22 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    prompt = read(options.prompt)
-    seen = [read(name) for name in options.seen]
-    documents = [read(name) for name in options.document]
-    with loaded(options, chunk_size=options.chunk_size) as engine:
-        if documents:
-            engine.warm(documents)
+    if not (options.json or find_spec("rich")):
+        raise KVBoostError(f"{missing_packages('explain', 'rich')}; or use --json")
+    prompt, *seen = [read(name) for name in (options.prompt, *options.seen)]
+    documents = [read_document(name) for name in options.document]
+    with loaded(options) as engine:
+
+        def tokens_of(text: str) -> list[int]:
+            inside = [each for each in documents if each in text]
+            return prompt_tokens(engine, text, inside, raw=options.raw)
+
+        for text in documents:
+            warm_text(engine, text, reuse=options.reuse, raw=options.raw)
         for text in seen:
-            engine.generate(text, max_new_tokens=1)
-        report = engine.explain(prompt)
-        tokens = engine.tokenizer(prompt).input_ids
+            engine.generate(tokens_of(text), max_new_tokens=1)
+        tokens = tokens_of(prompt)
+        report = engine.explain(tokens)
         if options.json:
             sys.stdout.write(json.dumps(as_dict(report), indent=2) + "\n")
         else:
@@ -97,17 +108,11 @@ def as_dict(report: ReuseReport) -> dict[str, object]:
 
 
 def draw(report: ReuseReport, tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Print the prompt with its spans in colours (in a pipe: `[kind]`), then a table of them.
+    """Print the prompt with its spans in colours (in a pipe: `[kind]`), then a table of them."""
+    from rich.console import Console  # noqa: PLC0415  (an extra)
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
 
-    Raises:
-        KVBoostError: `rich` is not installed.
-    """
-    try:
-        from rich.console import Console  # noqa: PLC0415
-        from rich.table import Table  # noqa: PLC0415
-        from rich.text import Text  # noqa: PLC0415
-    except ImportError as error:
-        raise KVBoostError(f"{missing_extra('this', 'cli')}; or use --json") from error
     console, text = Console(), Text()
     table = Table("tokens", "kind", "reason", box=None, header_style="bold")
     for each in report.spans:

@@ -1,6 +1,6 @@
 """Flags that several commands have: one name, one help text and one default for each.
 
-Each can be given as a KVBOOST_* variable too, the same that the server reads; a flag wins.
+Each has a KVBOOST_* variable, the same as the server's; a flag wins over it.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 import textwrap
 from collections.abc import Callable
 from typing import Any, get_args
@@ -21,14 +22,15 @@ SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def about(parser: argparse.ArgumentParser, text: str, *examples: str) -> None:
-    """Say what a command does, and show calls of it."""
+    """Say what a command does, with examples."""
     parser.description = textwrap.fill(text, WIDTH)
+    parser.set_defaults(fail=parser.error)
     if examples:
         parser.epilog = "\n".join(["examples:", *(f"  {each}" for each in examples)])
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Flags that say which model, and how it is loaded."""
+    """Flags for the model and how it is loaded."""
     add_model_name(parser)
     _add(
         parser,
@@ -36,7 +38,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "GGUF file in the folder or repository of --model",
         metavar="FILE",
     )
-    add_dtype(parser, DTYPES, "of the weights; auto: as they are stored", "auto")
+    text = "of the weights; auto: as stored, but float32 for bfloat16 on CPUs without it"
+    add_dtype(parser, DTYPES, text, "auto")
     _add(
         parser,
         "device",
@@ -67,7 +70,9 @@ def add_dtype(
 def add_reuse(parser: argparse.ArgumentParser, choices: tuple[str, ...] | None = None) -> None:
     """--reuse."""
     modes = choices or get_args(ReuseMode)
-    text = "what is reused: exact is what a prompt begins with, auto also text at other places"
+    text = (
+        "exact: reuse what a prompt begins with; auto: also text at other positions, approximately"
+    )
     _add(parser, "reuse", text, default="exact", type=_one_of(modes), choices=modes)
 
 
@@ -78,15 +83,17 @@ def add_tiers(parser: argparse.ArgumentParser) -> None:
 
 
 def add_answer(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Flags for the length and the choice of an answer's tokens."""
+    """Flags for the length of an answer, and for sampling."""
     add_max_new_tokens(parser, max_new_tokens)
-    parser.add_argument(
-        "--temperature",
-        type=_temperature,
-        default=0.0,
-        metavar="T",
-        help="0 takes the likeliest token each time, more draws (default: 0)",
-    )
+    add = parser.add_argument
+    number = _number("a number of at least 0", least=0.0)
+    text = "0 is greedy; higher values sample (default: 0)"
+    add("--temperature", type=number, metavar="T", help=text)
+    share = _number("a number above 0, at most 1", least=1e-9, most=1.0)
+    text = "sample from the most likely tokens that together have this probability"
+    add("--top-p", type=share, metavar="P", help=text)
+    add("--top-k", type=_count, metavar="K", help="sample from the K most likely tokens")
+    add("--seed", type=int, metavar="N", help="seed of sampling: the same seed, the same answer")
 
 
 def add_max_new_tokens(parser: argparse.ArgumentParser, default: int) -> None:
@@ -96,7 +103,7 @@ def add_max_new_tokens(parser: argparse.ArgumentParser, default: int) -> None:
         type=_count,
         default=default,
         metavar="N",
-        help=f"tokens of an answer at most (default: {default})",
+        help=f"limit of an answer, in tokens (default: {default})",
     )
 
 
@@ -107,10 +114,11 @@ def add_json(parser: argparse.ArgumentParser, text: str = "print the result as J
 
 def sampling(options: argparse.Namespace) -> dict[str, Any]:
     """The flags of `add_answer` as arguments of `generate` and `stream`."""
-    chosen: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
-    if options.temperature:
-        chosen |= {"do_sample": True, "temperature": options.temperature}
-    return chosen
+    names = ("temperature", "top_p", "top_k")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    does_sample = given["temperature"] > 0 if "temperature" in given else bool(given)
+    chosen = {"max_new_tokens": options.max_new_tokens, "do_sample": does_sample}
+    return chosen | (given if does_sample else {})
 
 
 def _add(parser: argparse.ArgumentParser, name: str, text: str, **given: Any) -> None:
@@ -135,7 +143,7 @@ def _one_of(choices: tuple[str, ...], others: dict[str, str] | None = None) -> C
     def chosen(text: str) -> str:
         word = (others or {}).get(text, text)
         if word not in choices:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(choices)}")
+            raise argparse.ArgumentTypeError(f"{text!r}: expected one of {', '.join(choices)}")
         return word
 
     return chosen
@@ -147,11 +155,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _temperature(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 0")
-    return number
+def _number(
+    expected: str, least: float, most: float = sys.float_info.max
+) -> Callable[[str], float]:
+    def chosen(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = -1.0
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
+        return number
+
+    return chosen

@@ -7,11 +7,12 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kvboost.cli import flags
-from kvboost.cli.loading import loaded, read
+from kvboost.cli import flags, prompts
+from kvboost.cli.loading import loaded, read, read_document
 from kvboost.core import counted, percent
 
 if TYPE_CHECKING:
+    from kvboost.engine.engine import KVBoost
     from kvboost.engine.results import GenerationResult
     from kvboost.engine.stream import TextStream
 
@@ -22,18 +23,19 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     flags.about(
         parser,
-        "Answers a prompt: the model goes on where it ends, without a chat template. What was "
-        "computed is kept where --disk-cache-dir or --cache-url say, so that another call finds "
-        "it. The text goes to standard output; what was reused, and times, to standard error.",
-        "kvboost generate 'The capital of France is' --model FOLDER --max-new-tokens 8",
-        "kvboost generate --file prompt.txt --model FOLDER --disk-cache-dir kv-cache",
-        "kvboost generate 'Question: ...' --document a.txt --document b.txt --reuse auto "
-        "--model FOLDER",
+        "Answers a prompt. Documents and prompt are one user message in the model's chat template; "
+        "with --raw, or if the model has no template, the model continues them as plain text. "
+        "With --disk-cache-dir or --cache-url, later calls reuse the K/V computed here. The "
+        "answer goes to standard output; reuse and timings go to standard error.",
+        "kvboost generate 'What is the capital of France?' --model FOLDER",
+        "kvboost generate 'Who may use a boat?' --document rules.txt --model FOLDER "
+        "--disk-cache-dir kv-cache",
+        "kvboost generate --raw 'The capital of France is' --model FOLDER --max-new-tokens 8",
     )
-    parser.set_defaults(run=_generate, fail=parser.error)
+    parser.set_defaults(run=_generate)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument(
-        "prompt", nargs="?", metavar="PROMPT", help="text (default: what comes on standard input)"
+        "prompt", nargs="?", metavar="PROMPT", help="text of the prompt (default: standard input)"
     )
     prompt.add_argument("--file", metavar="FILE", help="file with the prompt; - for standard input")
     parser.add_argument(
@@ -41,15 +43,16 @@ def describe(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="file whose text goes before the prompt, with a blank line between; may be repeated",
+        help="file to put before the prompt; may be repeated",
     )
+    prompts.add_raw(parser)
     flags.add_model(parser)
     flags.add_answer(parser, MAX_NEW_TOKENS)
     parser.add_argument(
         "--stream",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="print the text as it comes (default: on a terminal)",
+        help="print tokens as they are generated (default: on a terminal)",
     )
     flags.add_reuse(parser)
     flags.add_tiers(parser)
@@ -57,28 +60,36 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    documents = [read(name) for name in options.document]
-    prompt = "\n\n".join([*documents, _prompt(options)])
+    documents = [read_document(name) for name in options.document]
+    prompt = prompts.joined(documents, _question(options))
     with loaded(options) as engine:
-        arguments = {"documents": documents, **flags.sampling(options)}
-        if options.json:
-            result = engine.generate(prompt, **arguments)
-            sys.stdout.write(json.dumps(as_dict(result)) + "\n")
-        elif sys.stdout.isatty() if options.stream is None else options.stream:
-            result = print_stream(engine.stream(prompt, **arguments))
+        tokens = prompts.prompt_tokens(engine, prompt, documents, raw=options.raw)
+        arguments = flags.sampling(options)
+        if not options.json and (sys.stdout.isatty() if options.stream is None else options.stream):
+            result = print_stream(engine.stream(tokens, **arguments))
         else:
-            result = engine.generate(prompt, **arguments)
-            sys.stdout.write(f"{result.output_text}\n")
-        sys.stdout.flush()
+            result = engine.generate(tokens, **arguments)
+            text = json.dumps(as_dict(result)) if options.json else result.output_text
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+        if not result.output_text:
+            sys.stderr.write(f"{_why_empty(engine, result, raw=options.raw)}\n")
         sys.stderr.write(f"{line(result)}\n")
     return 0
 
 
-def _prompt(options: argparse.Namespace) -> str:
+def _why_empty(engine: KVBoost, result: GenerationResult, *, raw: bool) -> str:
+    ended = engine.tokenizer.decode(result.token_ids[:1])
+    has_template = engine.tokenizer.chat_template is not None
+    hint = "; without --raw it gets its chat template" if raw and has_template else ""
+    return f"the answer is empty: the model ended it with its first token, {ended!r}{hint}"
+
+
+def _question(options: argparse.Namespace) -> str:
     if options.prompt is not None:
         return str(options.prompt)
     if options.file is None and sys.stdin.isatty():
-        options.fail("a prompt is missing: give it as an argument, or a file with --file")
+        options.fail("no prompt: pass it as an argument, with --file, or on standard input")
     return read(options.file or "-")
 
 
@@ -95,7 +106,7 @@ def print_stream(stream: TextStream) -> GenerationResult:
 
 
 def line(result: GenerationResult) -> str:
-    """What was reused and how long it took."""
+    """Reuse and timings of an answer."""
     return (
         f"{percent(result.cached_tokens, result.prompt_tokens)} of "
         f"{counted(result.prompt_tokens, 'prompt token')} reused; "
@@ -110,6 +121,7 @@ def as_dict(result: GenerationResult) -> dict[str, Any]:
 
     return {
         "text": result.output_text,
+        "finish_reason": result.finish_reason,
         "new_tokens": len(result.token_ids),
         "prompt_tokens": result.prompt_tokens,
         "cached_tokens": result.cached_tokens,

@@ -5,64 +5,77 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from kvboost.config import make_options
+from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvboost.engine.engine import KVBoost
 
-ENGINE_FLAGS = ("reuse", "disk_cache_dir", "cache_url")
+ENGINE_FLAGS = ("reuse", "disk_cache_dir", "cache_url", "chunk_size")
 
 
 @contextmanager
-def loaded(options: argparse.Namespace, **more: Any) -> Iterator[KVBoost]:
-    """An engine with the flags that were given, until the block ends; `more` are its options.
+def loaded(options: argparse.Namespace) -> Iterator[KVBoost]:
+    """An engine with the flags that were given, until the block ends.
 
     Raises:
         KVBoostError: the model cannot be loaded, or its K/V cannot be reused.
     """
-    with hosted(options, *load_model(options), **more) as engine:
+    with hosted(options, *load_model(options)) as engine:
         yield engine
 
 
 def load_model(
     options: argparse.Namespace,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and its tokenizer, as the flags of `add_model` say.
+    """The model and its tokenizer, by the flags of `add_model`.
 
     Raises:
         ConfigError: there is no such model, or it cannot be loaded.
     """
+    try:
+        make_options(_given(options))
+    except ConfigError as error:
+        options.fail(str(error))
     quieten()
-    sys.stderr.write(f"loading and certifying {options.model} ...\n")
-    sys.stderr.flush()
+    started = time.perf_counter()
+    _say(f"loading {options.model} ...")
     from kvboost.models.load import load_or_tell  # noqa: PLC0415  (loads torch)
 
     arguments = {"dtype": options.dtype}
     if options.gguf_file:
         arguments["gguf_file"] = options.gguf_file
-    return load_or_tell(options.model, options.device, arguments)
+    found = load_or_tell(options.model, options.device, arguments)
+    _say(f"loading {options.model}: {time.perf_counter() - started:.1f} s")
+    return found
 
 
 def hosted(
-    options: argparse.Namespace,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    **more: Any,
+    options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> KVBoost:
     """An engine around a model, with the flags that were given."""
+    import torch  # noqa: PLC0415
+
     from kvboost.engine.engine import KVBoost  # noqa: PLC0415
 
-    given = {name: getattr(options, name) for name in ENGINE_FLAGS if hasattr(options, name)}
-    return KVBoost(model, tokenizer, **given, **more)
+    if getattr(options, "seed", None) is not None:
+        torch.manual_seed(options.seed)
+    started = time.perf_counter()
+    engine = KVBoost(model, tokenizer, **_given(options))
+    _say(f"certification: {time.perf_counter() - started:.1f} s")
+    return engine
 
 
 def quieten() -> None:
-    """No bars and warnings of Transformers between what a command says, unless they are wanted."""
+    """Hide progress bars and warnings of Transformers, unless they are asked for."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -71,3 +84,17 @@ def quieten() -> None:
 def read(name: str) -> str:
     """The text of a file; "-" is standard input."""
     return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+
+
+def read_document(name: str) -> str:
+    """The text of a file without white space around it, which some chat templates remove."""
+    return read(name).strip()
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in ENGINE_FLAGS if hasattr(options, name)}
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The `kvboost` command: loads the module of the command that is asked for, and no other.
+"""The `kvboost` command: loads the module of the command that runs, and no other.
 
 A command's module has `describe(parser)`, which adds its flags and sets `run`.
 """
@@ -12,38 +12,38 @@ from importlib import import_module
 from typing import Any
 
 from kvboost import __version__
-from kvboost.config import hint
+from kvboost.config import choose_wait_policy, hint
 from kvboost.errors import KVBoostError
 
 COMMANDS = {
     "serve": "serve a model with OpenAI's API",
     "generate": "answer a prompt",
     "chat": "talk with a model in the terminal",
-    "warm": "read texts before they are needed, into a disk folder or a shared store",
-    "explain": "show which spans of a prompt would be reused after other prompts, and why",
+    "warm": "prefill texts into a disk folder or a shared store before they are needed",
+    "explain": "show which spans of a prompt are reused, and why",
     "verify": "check that reuse does not change a model's answers",
     "doctor": "certify a model, measure it on this machine, and recommend settings",
-    "bench": "measure KVBoost beside other systems, with quality, and write a report",
-    "analyze": "tell from a log of requests what reuse would save; no model, no GPU",
-    "cache": "look into the folder of a disk tier: ls, verify, gc, clear",
-    "top": "watch a running server: requests, tokens, reuse, latencies, tiers, errors",
-    "keys": "make API keys for `kvboost serve`",
-    "completion": "print a script that completes commands and flags in a shell",
+    "bench": "compare speed and quality with other systems, and write a report",
+    "analyze": "estimate from a request log what reuse would save; no model, no GPU",
+    "cache": "inspect, check and clean the folder of a disk tier",
+    "top": "watch a running server: requests, reuse, latencies, tiers, errors",
+    "keys": "create API keys for `kvboost serve`",
+    "completion": "print a shell completion script",
 }
 INTERRUPTED = 130
 EPILOG = """\
-`kvboost COMMAND --help` has flags and examples.
+`kvboost COMMAND --help` shows flags and examples.
 
 exit codes:
   0    done
-  1    it failed, or a check did not hold; the reason is on standard error
-  2    wrong usage
-  130  interrupted with Ctrl+C (chat and top: 0)
+  1    failed, or the verdict of a check is negative
+  2    wrong usage: an argument is missing, unknown or out of range
+  130  interrupted with Ctrl+C (chat, serve and top: 0)
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """Shows descriptions and examples as they are written; the parsers of commands are such too."""
+    """Keeps line breaks of descriptions and examples; commands have parsers of this class too."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(
@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse does; what a command does not know is told with that command's usage."""
+        """As argparse does; an unknown argument is reported with the usage of its command."""
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = [flag for action in self._actions for flag in action.option_strings]
@@ -64,7 +64,7 @@ def make_parser(only: str | None = None) -> argparse.ArgumentParser:
     """The parser of all commands; with `only`, the others are names without flags."""
     parser = Parser(
         prog="kvboost",
-        description="Language models that do not read again what they have read before.",
+        description="KV-cache reuse for Transformers: prefill shared text once, then reuse it.",
         epilog=EPILOG,
     )
     parser.add_argument("--version", action="version", version=__version__)
@@ -80,13 +80,14 @@ def make_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    name = given[0] if given else ""
+    given = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
+    name = given[0]
     parser = make_parser(only=name)
     if name not in COMMANDS and not name.startswith("-"):
         known = hint(name, COMMANDS) or f": there are {', '.join(COMMANDS)}"
-        parser.error(f"no command {name!r}{known}" if name else f"a command is missing{known}")
+        parser.error(f"no command {name!r}{known}")
     options = parser.parse_args(given)
+    choose_wait_policy()
     try:
         code: int = options.run(options)
     except (KVBoostError, OSError, UnicodeDecodeError) as error:

@@ -14,8 +14,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     flags.about(
         parser,
-        "Serves a model with OpenAI's API. An option is taken from its flag, else from its "
-        "variable, else from the file of --config.",
+        "Serves a model with OpenAI's API. A flag wins over its variable, a variable over the "
+        "file of --config.",
         "kvboost serve --model FOLDER",
         "kvboost serve --model FOLDER --reuse auto --disk-cache-dir kv-cache",
         "kvboost serve --config server.toml --host 0.0.0.0 --api-keys keys.toml",

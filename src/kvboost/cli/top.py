@@ -1,4 +1,4 @@
-"""`kvboost top`: what a server does now, in the terminal."""
+"""`kvboost top`: a running server, in the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import urllib.request
 from typing import Any
 
 from kvboost.cli import flags
-from kvboost.errors import KVBoostError, missing_extra
+from kvboost.errors import KVBoostError, missing_packages
 
 TIMEOUT_S = 5.0
 
@@ -22,7 +22,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     flags.about(
         parser,
-        "Watches a running server. Ctrl+C ends it.",
+        "Watches a running server until Ctrl+C.",
         "kvboost top",
         "kvboost top --url http://127.0.0.1:8000 --json",
     )
@@ -31,23 +31,23 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--url",
         default="http://127.0.0.1:8000",
         metavar="URL",
-        help="where the server is (default: http://127.0.0.1:8000)",
+        help="URL of the server (default: http://127.0.0.1:8000)",
     )
     parser.add_argument(
         "--api-key",
         default=os.environ.get("KVBOOST_API_KEY", ""),
         metavar="KEY",
-        help="key of the server; better given as KVBOOST_API_KEY, which others cannot see",
+        help="an administrator's API key; safer as KVBOOST_API_KEY: other users can see flags",
     )
     parser.add_argument(
         "--interval-s",
         type=float,
         default=1.0,
         metavar="S",
-        help="seconds between looks (default: 1)",
+        help="seconds between updates (default: 1)",
     )
-    parser.add_argument("--once", action="store_true", help="look once, print, and end")
-    flags.add_json(parser, "look once, and print what the server says as JSON")
+    parser.add_argument("--once", action="store_true", help="print once and exit")
+    flags.add_json(parser, "print the server's figures once, as JSON")
 
 
 def _top(options: argparse.Namespace) -> int:
@@ -61,7 +61,7 @@ def _top(options: argparse.Namespace) -> int:
 
         from kvboost.cli.screen import draw  # noqa: PLC0415
     except ImportError as error:
-        raise KVBoostError(f"{missing_extra('this', 'cli')}; or use --json") from error
+        raise KVBoostError(f"{missing_packages('top', 'rich')}; or use --json") from error
     stats = fetch(url, options.api_key)
     if options.once:
         Console().print(draw(stats, options.url))
@@ -81,10 +81,10 @@ def _top(options: argparse.Namespace) -> int:
 
 
 def fetch(url: str, api_key: str) -> dict[str, Any]:
-    """What a server says of itself.
+    """The figures of a server.
 
     Raises:
-        KVBoostError: it cannot be reached, refuses, or is something else; the message says which.
+        KVBoostError: it cannot be reached, refuses, or is not a KVBoost server.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
@@ -93,7 +93,7 @@ def fetch(url: str, api_key: str) -> dict[str, Any]:
             stats = json.load(reply)
     except urllib.error.HTTPError as error:
         needs_key = error.code in (401, 403)
-        hint = ": give an administrator's key with KVBOOST_API_KEY" if needs_key else ""
+        hint = ": set KVBOOST_API_KEY to an administrator's key" if needs_key else ""
         raise KVBoostError(f"{url} answered {error.code} {error.reason}{hint}") from error
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
@@ -101,5 +101,5 @@ def fetch(url: str, api_key: str) -> dict[str, Any]:
     except ValueError as error:
         raise KVBoostError(f"{url} is not a KVBoost server: {error}") from error
     if not isinstance(stats, dict) or not {"engine", "batch", "requests"} <= stats.keys():
-        raise KVBoostError(f"{url} is not a KVBoost server: its answer has no figures")
+        raise KVBoostError(f"{url} is not a KVBoost server: its reply has no figures")
     return stats

@@ -1,4 +1,4 @@
-"""`kvboost verify`: whether reuse changes a model's answers, with all that a bug report needs."""
+"""`kvboost verify`: whether reuse changes a model's answers, with the facts for a bug report."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvboost import __version__
 from kvboost.cli import flags
 from kvboost.cli.loading import hosted, load_model, read
+from kvboost.cli.prompts import add_raw, prompt_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,10 +27,10 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     flags.about(
         parser,
-        "Answers each prompt with reuse and without, and compares the answers and the logits. "
-        "With --reuse auto each prompt is answered on what the ones before it left in the store, "
-        "so give prompts that share text. Exit code 1 if answers differ more than is allowed. "
-        "Reports of wrong output need the JSON of this; it holds no text of your prompts.",
+        "Answers each prompt with and without reuse, and compares answers and logits. With --reuse "
+        "auto each prompt reuses the K/V of the prompts before it, so pass prompts that share "
+        "text. Exit code 1 if answers differ by more than the tolerance. Attach the JSON to a "
+        "report of wrong output; it contains no text of your prompts.",
         "kvboost verify --model FOLDER",
         "kvboost verify prompt.txt other.txt --reuse auto --model FOLDER --json",
     )
@@ -40,6 +41,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file with a prompt; - for standard input (default: built-in prompts)",
     )
+    add_raw(parser)
     flags.add_model(parser)
     flags.add_max_new_tokens(parser, MAX_NEW_TOKENS)
     flags.add_reuse(parser, ("exact", "auto"))
@@ -48,10 +50,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    prompts = [read(name) for name in options.prompts] or None
+    texts = [read(name) for name in options.prompts]
     model, tokenizer = load_model(options)
     with hosted(options, model, tokenizer) as engine:
-        report = engine.verify_correctness(prompts, options.max_new_tokens, reuse=options.reuse)
+        tokens = [prompt_tokens(engine, text, raw=options.raw) for text in texts] or None
+        report = engine.verify_correctness(tokens, options.max_new_tokens, reuse=options.reuse)
         facts = {**_facts(model), "fingerprint": engine.fingerprint}
     page = {
         "holds": bool(report),
@@ -88,7 +91,7 @@ def _versions() -> dict[str, str]:
 def _print(report: CorrectnessReport, page: dict[str, Any]) -> None:
     for number, check in enumerate(report.checks, 1):
         place = check.first_difference
-        told = "the same answer" if place is None else f"answers differ from token {place} on"
+        told = "same answer" if place is None else f"answers differ from token {place}"
         sys.stdout.write(
             f"prompt {number}: {told}; KL {check.mean_kl:.2g}, at most {check.max_kl:.2g}; "
             f"{check.cached_tokens} of {check.prompt_tokens} tokens reused\n"

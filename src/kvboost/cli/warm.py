@@ -1,38 +1,48 @@
-"""`kvboost warm`: reads texts into tiers that outlive the process."""
+"""`kvboost warm`: prefills texts into tiers that outlive the process."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
-from kvboost.cli import flags
-from kvboost.cli.loading import loaded
+from kvboost.cli import flags, prompts
+from kvboost.cli.loading import loaded, read_document
+from kvboost.core import counted
 from kvboost.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvboost.engine.engine import KVBoost
+
+Progress: TypeAlias = Callable[[int, int], None]  # tokens done, and of how many
+
+STEP_TOKENS = 1024  # between two signs of progress; whole chunks
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     flags.about(
         parser,
-        "Reads texts before they are needed, and keeps their K/V in a folder or a shared store, "
-        "where other processes with the same model find it. With --reuse exact a text is found "
-        "where a prompt begins with it. With --reuse auto it is kept as a document: calls with "
-        "--reuse auto find it anywhere in a prompt, approximately, and calls with --reuse exact do "
-        "not find it, not even at the beginning.",
+        "Prefills texts and stores their K/V in a folder or a shared store, for other processes "
+        "with the same model. With --reuse exact, `kvboost generate --document` finds a text that "
+        "is its first document; with --raw, any prompt that begins with the text finds it. "
+        "With --reuse auto, calls with --reuse auto find the text anywhere in a prompt, "
+        "approximately; calls with --reuse exact do not find it.",
         "kvboost warm handbook.md --model FOLDER --disk-cache-dir kv-cache",
         "kvboost warm docs/ --reuse auto --model FOLDER --cache-url redis://127.0.0.1:6379",
     )
-    parser.set_defaults(run=_warm, fail=parser.error)
+    parser.set_defaults(run=_warm)
     parser.add_argument(
         "paths",
         nargs="+",
         metavar="PATH",
-        help="file with a text; folder: all files in and below it that are text; - for standard "
-        "input",
+        help="text file; folder: all text files in it; - for standard input",
     )
+    prompts.add_raw(parser)
     flags.add_model(parser)
     flags.add_reuse(parser, ("exact", "auto"))
     flags.add_tiers(parser)
@@ -41,45 +51,82 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def _warm(options: argparse.Namespace) -> int:
     if not (options.disk_cache_dir or options.cache_url):
-        options.fail("nothing would be left: give --disk-cache-dir or --cache-url")
-    texts = [text for path in options.paths for text in _texts(path)]
+        options.fail("nothing to save to: pass --disk-cache-dir or --cache-url")
+    texts = dict(pair for path in options.paths for pair in _texts(path))
     if not texts:
-        raise ConfigError("there is no text to warm in these folders")
+        raise ConfigError("these folders have no text files")
+    started = time.perf_counter()
+    num_tokens = num_computed = 0
     with loaded(options) as engine:
-        found = engine.warm(texts)
+        for name, text in texts.items():
+            say = _silent if options.json else _progress(name)
+            tokens, computed = warm_text(engine, text, say, reuse=options.reuse, raw=options.raw)
+            num_tokens, num_computed = num_tokens + tokens, num_computed + computed
         engine.flush()
     counts = {
-        "texts": found.num_texts,
-        "tokens": found.num_tokens,
-        "computed_tokens": found.num_computed,
-        "seconds": round(found.total_ms / 1e3, 3),
+        "texts": len(texts),
+        "tokens": num_tokens,
+        "computed_tokens": num_computed,
+        "seconds": round(time.perf_counter() - started, 3),
     }
     if options.json:
         sys.stdout.write(json.dumps(counts) + "\n")
     else:
         sys.stdout.write(
-            "{texts} texts, {tokens} tokens, {computed_tokens} of them computed, "
-            "{seconds:.1f} s\n".format(**counts)
+            f"{counted(len(texts), 'text')}, {counted(num_tokens, 'token')}, "
+            f"{num_computed} of them computed, {counts['seconds']:.1f} s\n"
         )
     return 0
 
 
-def _texts(name: str) -> Iterator[str]:
-    if name == "-":
-        yield sys.stdin.read()
-        return
+def _silent(done: int, total: int) -> None:
+    """No progress."""
+
+
+def warm_text(
+    engine: KVBoost, text: str, say: Progress = _silent, *, reuse: str, raw: bool
+) -> tuple[int, int]:
+    """Store a text as `generate` looks for it; its tokens, and how many of them were computed."""
+    if reuse == "auto":
+        found = engine.warm(text, anywhere=True)
+        say(found.num_tokens, found.num_tokens)
+        return found.num_tokens, found.num_computed
+    tokens = prompts.tokens_before_question(engine, text, raw=raw)
+    num_computed = 0
+    for stop in (*range(STEP_TOKENS, len(tokens), STEP_TOKENS), len(tokens)):
+        num_computed += engine.warm(tokens[:stop]).num_computed
+        say(stop, len(tokens))
+    return len(tokens), num_computed
+
+
+def _progress(name: str) -> Progress:
+    """Progress of a text: a line that is written over on a terminal, and one at its end."""
+
+    def say(done: int, total: int) -> None:
+        line = f"warming {name}: {done:,} of {total:,} tokens"
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{line}" + "\n" * (done == total))
+        elif done == total:
+            sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+    return say
+
+
+def _texts(name: str) -> Iterator[tuple[str, str]]:
+    """Names and contents of text files."""
     path = Path(name)
     if not path.is_dir():
-        yield path.read_text(encoding="utf-8")
+        yield name, read_document(name)
         return
     for file in sorted(path.rglob("*")):
         is_hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
         if is_hidden or not file.is_file():
             continue
         try:
-            text = file.read_text(encoding="utf-8")
+            text = read_document(str(file))
         except UnicodeDecodeError:
-            sys.stderr.write(f"{file} is left out: it is no text\n")
+            sys.stderr.write(f"skipping {file}: not a text file\n")
             continue
-        if text.strip():
-            yield text
+        if text:
+            yield str(file), text

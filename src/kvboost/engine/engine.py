@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from kvboost.build import build
-from kvboost.config import OptionValues, check_reuse, make_options
+from kvboost.config import OptionValues, certified_folder, check_reuse, make_options
 from kvboost.core import ReuseMode, Sampling, StoreListener
 from kvboost.engine.batch.arguments import sampling_of
 from kvboost.engine.batch.front import BatchFront
@@ -96,6 +96,7 @@ class KVBoost:
                 strict=self._options.strict,
                 prepacked=self._options.prepack_weights,
                 bitwise=self._options.deterministic,
+                kept_in=certified_folder(),
             )
             hosted = self._worker.call(host)
         except KVBoostError:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvboost.config import hint
-from kvboost.errors import ConfigError, KVBoostError, UnsupportedModel, missing_extra
+from kvboost.errors import ConfigError, KVBoostError, UnsupportedModel, missing_packages
 from kvboost.models.fingerprint import adapter_digest, adapter_layers
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def _load(model: PreTrainedModel, folder: str, slot: str) -> None:
     try:
         import peft  # noqa: PLC0415  (an extra)
     except ImportError as error:
-        raise ConfigError(missing_extra("it", "adapters")) from error
+        raise ConfigError(missing_packages("it", "peft")) from error
     config = peft.PeftConfig.from_pretrained(folder)
     _check(config)
     if getattr(config, "layer_replication", None):

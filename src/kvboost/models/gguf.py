@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.integrations.gguf import read_gguf_metadata
 from transformers.utils import cached_file
 
-from kvboost.errors import ConfigError, missing_extra
+from kvboost.errors import ConfigError, missing_packages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,8 +31,9 @@ def split_path(name: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any
     if arguments.get("gguf_file"):
         missing = [each for each in ("gguf", "accelerate") if not importlib.util.find_spec(each)]
         if missing:
-            reason = f"{' and '.join(missing)} not installed; {missing_extra('it', 'gguf')}"
-            raise ConfigError(f"gguf_file={arguments['gguf_file']!r}: {reason}")
+            raise ConfigError(
+                missing_packages(f"gguf_file={arguments['gguf_file']!r}", " ".join(missing))
+            )
         if Path(name).is_dir():
             # Transformers takes the weights of a file of this name in the working folder first.
             path = Path(name, arguments.get("subfolder") or "", arguments["gguf_file"])

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from kvboost.errors import UnsupportedModel, reason_of
 from kvboost.models import certify, install
 from kvboost.models.adapters import Adapter, Adapters, num_embeddings, unwrapped
 from kvboost.models.fingerprint import fingerprint
+from kvboost.models.kept import certificate
 from kvboost.models.numerics import numerics
 from kvboost.models.packed import Segment, keep_logits, run_packed
 from kvboost.models.prepack import prepack
@@ -53,11 +55,13 @@ class HFModel:
         strict: bool = True,
         prepacked: bool = False,
         bitwise: bool = False,
+        kept_in: Path | None = None,
     ) -> None:
         """Certify `model`, as it came, and switch it to our attention functions.
 
         `prepacked` gives its linear layers a second copy of their weights that is faster.
         `bitwise` gives it another fingerprint wherever its K/V may differ in the last bits.
+        `kept_in` is a folder of earlier certifications; None: certify in any case.
 
         Raises:
             UnsupportedModel: with the reason, if `strict`; else `refusal` holds the reason. The
@@ -86,7 +90,7 @@ class HFModel:
         self._spare: list[SlotCache] = []  # one at most; in common under all adapters
         install.in_engines.add(model)
         try:
-            self._certify()
+            self._certify(kept_in)
         except Exception as error:  # whatever a foreign model raises when it is run our way
             self.release()
             self.refusal = f"{self.name}: {reason_of(error)}"
@@ -272,26 +276,48 @@ class HFModel:
         install.in_engines.discard(self.model)
 
     @torch.no_grad()
-    def _certify(self) -> None:
+    def _certify(self, kept_in: Path | None) -> None:
         started = time.perf_counter()
         model = self.model
         choices = install.implementations(model)
         model.set_attn_implementation(install.own_attention(model))
         self._geometry = certify.measure_geometry(model)
+        self._fingerprint = fingerprint(model, self._geometry)
+        self._position_limit = certify.position_limit(model)
+        kept = None
+        if kept_in is not None:
+            versions = numerics(model, prepacked=self._unpack is not None)
+            kept = certificate(model, self._fingerprint, versions, kept_in, choices)
+        planes = None if kept is None else kept.read(self._geometry)
+        if planes is None:
+            self._measure(choices)
+            if kept is not None and self._is_flawless(choices[0]):
+                kept.write(self._rotations.planes)
+        else:
+            self._rotations, self.pack_refusal = certify.Rotations(planes), ""
+            self._hook = model.register_forward_pre_hook(_fit_tokens_to_rows, with_kwargs=True)
+            install.switch(model, choices[0])
+        if self._bitwise:
+            self._numerics = numerics(model, prepacked=self._unpack is not None)
+        how = "certified" if planes is None else "certified earlier:"
+        log.info("%s %s in %.1f s", how, self.name, time.perf_counter() - started)
+
+    def _measure(self, choices: Sequence[str]) -> None:
+        model = self.model
         native = certify.run_native(model, self._geometry)
         self._rotations = certify.measure_rotations(model, self._geometry)
-        self._position_limit = certify.position_limit(model)
         self._hook = model.register_forward_pre_hook(_fit_tokens_to_rows, with_kwargs=True)
         self._choose_attention(choices, native)
         self.pack_refusal = certify.pack_refusal(model, self._geometry, native)
-        self._fingerprint = fingerprint(model, self._geometry)
-        if self._bitwise:
-            self._numerics = numerics(model, prepacked=self._unpack is not None)
         if self._rotations.refusal:
             log.info("%s: exact reuse only: %s", self.name, self._rotations.refusal)
         if self.pack_refusal:
             log.warning("%s: the batch runs one by one: %s", self.name, self.pack_refusal)
-        log.info("certified %s in %.1f s", self.name, time.perf_counter() - started)
+
+    def _is_flawless(self, attention: str) -> bool:
+        """Whether nothing failed that might not fail the next time."""
+        has_it = self.model.config._attn_implementation == attention  # noqa: SLF001
+        return has_it and not (self._rotations.refusal or self.pack_refusal)
 
     def _check_adapter(self) -> None:
         """Whether what certification found still holds for the base model and under an adapter."""

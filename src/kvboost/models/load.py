@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -14,11 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from kvboost.errors import ConfigError, KVBoostError
 from kvboost.models import gguf
 from kvboost.models.adapters import num_embeddings
+from kvboost.models.processor import has_bfloat16
 from kvboost.weights.awq import use_own_awq
 from kvboost.weights.stream import stream_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 
 class SharedArguments(TypedDict, total=False):
@@ -68,7 +72,8 @@ def load(
     """Load both; the model goes to `device`, by default to a GPU if there is one.
 
     `name` may be the path of a GGUF file. With `max_weight_bytes` at most that much of the weights
-    is in memory at a time.
+    is in memory at a time. Without a dtype, or with "auto", weights keep the one they are stored
+    in, except bfloat16 on a CPU without instructions for it: that becomes float32.
     """
     if max_weight_bytes is not None and "device_map" in arguments:
         raise ConfigError("max_weight_bytes and device_map both say where weights are: give one")
@@ -78,13 +83,17 @@ def load(
     names = SharedArguments.__optional_keys__
     shared = {key: value for key, value in arguments.items() if key in names}
     tokenizer = AutoTokenizer.from_pretrained(name, **shared)
-    # Transformers' own way to AWQ rearranges the weights, and wants that package.
-    if max_weight_bytes is not None or not find_spec("gptqmodel"):
-        arguments = arguments | _own_awq(name, arguments, shared)
+    target = device or ("cuda" if torch.cuda.is_available() else None)
+    if "config" not in arguments and not arguments.get("gguf_file"):
+        config = AutoConfig.from_pretrained(name, **shared)
+        # Transformers' own way to AWQ rearranges the weights, and wants that package.
+        if (max_weight_bytes is not None or not find_spec("gptqmodel")) and use_own_awq(config):
+            arguments = arguments | {"config": config}
+        if max_weight_bytes is None and str(target or "cpu") == "cpu":
+            arguments = arguments | _quick_dtype(config, arguments)
     model = AutoModelForCausalLM.from_pretrained(name, **arguments)
     if arguments.get("gguf_file"):
         gguf.follow(name, shared, model, tokenizer)
-    target = device or ("cuda" if torch.cuda.is_available() else None)
     if max_weight_bytes is not None:
         stream_weights(model, max_weight_bytes, target or "cpu")
     elif target is not None and "device_map" not in arguments:
@@ -142,12 +151,20 @@ def _is_hub_reachable() -> bool:
     return True
 
 
-def _own_awq(name: str, arguments: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
-    """What to load a checkpoint with if it is an AWQ one."""
-    if "config" in arguments or arguments.get("gguf_file"):
+def _quick_dtype(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What to load a model with on a CPU that would emulate the dtype of its weights."""
+    is_chosen = arguments.get("dtype", "auto") != "auto" or "device_map" in arguments
+    is_quantised = (
+        getattr(config, "quantization_config", None) or "quantization_config" in arguments
+    )
+    stored = config.get_text_config().dtype
+    if is_chosen or is_quantised or stored != torch.bfloat16 or has_bfloat16():
         return {}
-    config = AutoConfig.from_pretrained(name, **shared)
-    return {"config": config} if use_own_awq(config) else {}
+    log.warning(
+        "weights are bfloat16; this CPU has no bfloat16 instructions: using float32, "
+        "twice the memory"
+    )
+    return {"dtype": torch.float32}
 
 
 def limits(model: PreTrainedModel) -> tuple[int, int | None]:

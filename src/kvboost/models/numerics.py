@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import platform
 import sys
 from hashlib import sha256
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +12,7 @@ import transformers
 
 from kvboost import __version__
 from kvboost.models.fingerprint import hash_tensors
+from kvboost.models.processor import cpu_name
 from kvboost.weights.stream import streamed
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def numerics(model: PreTrainedModel, *, prepacked: bool) -> bytes:
         "flash_attn": getattr(sys.modules.get("flash_attn"), "__version__", None),
         "attention": model.config._attn_implementation,  # noqa: SLF001
         "experts": getattr(model.config, "_experts_implementation", None),
-        "device": torch.cuda.get_device_name(device) if is_cuda else _cpu_name(),
+        "device": torch.cuda.get_device_name(device) if is_cuda else cpu_name(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "matmul": torch.get_float32_matmul_precision(),
@@ -46,11 +45,3 @@ def _computed_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """What no checkpoint holds; the fingerprint takes it to rounding only."""
     saved = model.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
-
-
-def _cpu_name() -> str:
-    """The processor's own name: libraries choose kernels and block sizes by it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())

@@ -2,13 +2,16 @@
 
 import sys
 
-from kvboost.errors import missing_extra
+from kvboost.config import choose_wait_policy
+from kvboost.errors import missing_packages
 
-HINT = missing_extra("the server", "server")
+PACKAGES = "fastapi httptools jinja2 'llguidance<2' prometheus-client pydantic uvicorn"
+HINT = missing_packages("the server", PACKAGES)
 
 
 def main() -> int:
-    """Serve, if what that needs is installed; returns the exit code."""
+    """Serve, if the packages for it are installed; returns the exit code."""
+    choose_wait_policy()
     try:
         from kvboost.server.serve import main as serve  # noqa: PLC0415  (an extra)
     except ModuleNotFoundError as error:

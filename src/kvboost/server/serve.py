@@ -87,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """`kvboost-server`; returns the exit code."""
     parser = argparse.ArgumentParser(prog="kvboost-server", description=ABOUT, allow_abbrev=False)
     add_flags(parser)
+    parser.set_defaults(fail=parser.error)
     try:
         return run(parser.parse_args(arguments))
     except (KVBoostError, OSError, UnicodeDecodeError) as error:
@@ -111,14 +112,17 @@ class Loaded(NamedTuple):
 
 def run(flags: argparse.Namespace) -> int:
     """Load the model and serve it until a signal ends that."""
-    options, engine_options = read_options(vars(flags), os.environ)
-    configure(options.log_format)
-    bound = _bind(options)  # a port that is taken is known before a model is loaded
-    engine, model, keys, grammars = load(options, engine_options)
     try:
-        return serve(engine, options, grammars, model=model, keys=keys, bound=bound)
-    finally:
-        engine.close()
+        options, engine_options = read_options(vars(flags), os.environ)
+    except ConfigError as error:
+        flags.fail(str(error))  # ends the process with the code of wrong usage
+    configure(options.log_format)
+    with _bind(options) as bound:  # a port that is taken is known before a model is loaded
+        engine, model, keys, grammars = load(options, engine_options)
+        try:
+            return serve(engine, options, grammars, model=model, keys=keys, bound=bound)
+        finally:
+            engine.close()
 
 
 def load(options: ServerOptions, engine_options: Options) -> Loaded:

@@ -30,6 +30,8 @@ from kvboost.server.tracing import PHASES, Tracing, provider_from_environment
 
 log = logging.getLogger("kvboost.request")
 
+WATCHED = "/v1/stats"
+
 
 class Engine(Protocol):
     """What telemetry asks an engine for."""
@@ -118,6 +120,8 @@ class Telemetry:
         self._recent.add(record)
         trace_id = "" if self._tracing is None else self._tracing.record(record)
         level = logging.WARNING if record.status >= 500 else logging.INFO
+        if record.endpoint == WATCHED and not record.is_error:
+            level = logging.DEBUG  # `kvboost top` asks every second
         log_fields(log, level, "request", {**_fields(record), "trace_id": trace_id})
 
     def render(self) -> tuple[bytes, str]:

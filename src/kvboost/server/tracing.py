@@ -6,7 +6,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from kvboost.errors import missing_extra
+from kvboost.errors import missing_packages
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, TracerProvider
@@ -18,6 +18,7 @@ PHASES = ("queue", "lookup", "load", "prefill", "decode")
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 TIMEOUTS = ("OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT")
 # Less than OpenTelemetry's ten: with the collector down, an exit waits this long for each batch.
+PACKAGES = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 EXPORT_S = 2.0
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ def provider_from_environment(model: str) -> TracerProvider | None:
         from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
     except ImportError:
-        log.warning("OTEL_* is set, but tracing is off: %s", missing_extra("it", "otel"))
+        log.warning("OTEL_* is set, but tracing is off: %s", missing_packages("it", PACKAGES))
         return None
     name = os.environ.get("OTEL_SERVICE_NAME", "kvboost")
     resource = Resource.create({"service.name": name, "kvboost.model": model})

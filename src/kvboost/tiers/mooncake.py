@@ -17,10 +17,11 @@ from mmap import mmap
 from typing import Any
 
 from kvboost.core import FrameKey
-from kvboost.errors import ConfigError, TierUnavailable, missing_extra
+from kvboost.errors import ConfigError, TierUnavailable, missing_packages
 from kvboost.tiers.address import shown, size_bytes, split_url, take_options
 from kvboost.tiers.base import Tier, TierStats
 
+PACKAGE = "mooncake-transfer-engine-non-cuda"
 DEFAULT_PORT = 50051
 DEFAULT_PREFIX = "kvboost:"
 DEFAULT_SEGMENT_BYTES = 1 << 30
@@ -277,7 +278,7 @@ def _loaded(address: str, timeout_s: float) -> Callable[[], Any]:
     try:
         from mooncake import store  # noqa: PLC0415
     except ImportError as error:
-        raise ConfigError(f"{missing_extra(address, 'mooncake')} ({error})") from error
+        raise ConfigError(f"{missing_packages(address, PACKAGE)} ({error})") from error
     if "MC_LOG_LEVEL" not in os.environ:
         # It writes every start and every fault to stderr, and reads no setting that silences it.
         with suppress(ValueError, OSError):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvboost.codecs.frame import OWNER_AT, OWNER_BYTES
 from kvboost.core import FrameKey, Owner, PrefixKey
-from kvboost.errors import ConfigError, TierUnavailable, missing_extra
+from kvboost.errors import ConfigError, TierUnavailable, missing_packages
 from kvboost.tiers.address import seconds, shown, take_options
 from kvboost.tiers.base import Tier, TierStats
 
@@ -61,7 +61,7 @@ class RedisTier(Tier):
         try:
             from redis import ConnectionPool, exceptions  # noqa: PLC0415
         except ImportError as error:
-            raise ConfigError(missing_extra(self._address, "redis")) from error
+            raise ConfigError(missing_packages(self._address, "redis hiredis")) from error
         self._no_room = exceptions.OutOfMemoryError
         self._refusal = exceptions.ResponseError
         try:

@@ -8,9 +8,8 @@ from statistics import median
 from typing import Literal
 
 from kvboost.bench.doctor.facts import NUM_OTHER_TOKENS, TierSpeed, Visit
-from kvboost.config import Options
+from kvboost.config import BUSY_SHARE, Options
 
-BUSY_SHARE = 0.5  # of the cores, in use by others
 MUCH_SPREAD = 1.5  # of equal prefills: the slowest against the fastest
 FEW_ROUNDS = 3  # below, chance decides
 COLD_COST = 1.1  # what reuse may add to the time of new text before it is worth a word
@@ -143,6 +142,12 @@ def _speed(visit: Visit) -> Iterator[Finding]:
         f"{longest.num_tokens + NUM_OTHER_TOKENS} tokens ({visit.prefill_ms:.2f} ms each); "
         f"decoding: {1e3 / decode_ms:.1f} tokens/s ({decode_ms:.1f} ms each)",
     )
+    if (visit.machine.wait_policy or "").upper() == "PASSIVE":
+        yield Finding(
+            "note",
+            f"{visit.machine.num_threads} threads, OMP_WAIT_POLICY=PASSIVE: threads sleep while "
+            "they wait. Commands set it on a busy machine; in Python, set it before torch loads",
+        )
     cold = min(each.share(each.cold_ms) for each in visit.readings)
     if cold > COLD_COST and len(visit.decode_ms) >= FEW_ROUNDS:
         yield Finding(

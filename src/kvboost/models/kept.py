@@ -1,0 +1,137 @@
+"""What certification found, kept for the next start of the same model in the same software.
+
+docs/adr/0036-kept-certification.md has the rule. A file that cannot be trusted is a miss.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from types import FunctionType
+from typing import TYPE_CHECKING
+
+from kvboost.core import KVGeometry, Rotation
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+PACKAGE = Path(__file__).parents[1]
+SOURCES = ("core.py", "rope.py", "models/*.py", "weights/*.py")  # what certification runs
+KNOWN = {"kvboost", "torch", "transformers"}  # packages whose versions are part of a key
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+Planes = Mapping[int, Rotation | None]
+
+
+class Certificate:
+    """The place where the rotations of a certified model are kept: its file, or nowhere."""
+
+    def __init__(self, folder: Path, name: str, about: Mapping[str, str]) -> None:
+        self._folder, self._name, self._about = folder, name, about
+
+    def read(self, geometry: KVGeometry) -> Planes | None:
+        """The rotations that were kept; None: certify."""
+        try:
+            if not _is_ours(os.lstat(self._folder)):
+                return None
+            with open(self._folder / self._name, "rb", opener=_no_links) as file:
+                if not _is_ours(os.fstat(file.fileno())):
+                    return None
+                checksum, text = file.read().split(b"\n", 1)
+            if checksum.decode() != self._checksum(text):
+                return None
+            found = json.loads(text)
+            rotations = [Rotation(tuple(each[0]), *each[1:]) for each in found["rotations"]]
+            planes = {
+                int(plane): None if place is None else rotations[place]
+                for plane, place in found["planes"].items()
+            }
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        cached = {plane for group in geometry.groups for plane in group.planes}
+        return planes if planes.keys() == cached else None
+
+    def write(self, planes: Planes) -> None:
+        """Keep what certification found."""
+        rotations = list(dict.fromkeys(each for each in planes.values() if each is not None))
+        places = {n: None if each is None else rotations.index(each) for n, each in planes.items()}
+        told = [[each.inv_freq, each.offset, each.layout] for each in rotations]
+        text = json.dumps({**self._about, "rotations": told, "planes": places}).encode()
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+                file.write(self._checksum(text).encode() + b"\n" + text)
+            Path(file.name).replace(self._folder / self._name)
+        except OSError as error:
+            log.debug("the certification is not kept: %s", error)
+
+    def _checksum(self, text: bytes) -> str:
+        return sha256(self._name.encode() + text).hexdigest()
+
+
+def certificate(
+    model: PreTrainedModel,
+    fingerprint: bytes,
+    numerics: bytes,
+    folder: Path,
+    attentions: Sequence[str],
+) -> Certificate | None:
+    """The certificate of a model as it runs here; None if it runs code that no key covers.
+
+    `numerics` is a digest of versions, device and threads, `attentions` are what may run.
+    """
+    if not all(map(_is_known, model.modules())):
+        return None
+    chosen = repr((str(model.dtype), str(model.device), list(attentions))).encode()
+    name = sha256(fingerprint + numerics + _sources() + chosen).hexdigest()
+    about = {"model": model.config._name_or_path, "fingerprint": fingerprint.hex()}  # noqa: SLF001
+    return Certificate(folder, name, about)
+
+
+def model_names(folder: Path) -> dict[bytes, str]:
+    """Names of certified models by their fingerprints, for people to read."""
+    found = {}
+    for path in folder.glob("*"):
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            about = json.loads(path.read_bytes().split(b"\n", 1)[1])
+            found[bytes.fromhex(about["fingerprint"])] = str(about["model"])
+    return found
+
+
+def _is_known(module: torch.nn.Module) -> bool:
+    """Whether a module runs nothing but code whose version is known."""
+    if module._forward_hooks or module._forward_pre_hooks:  # noqa: SLF001
+        return False
+    forward = vars(module).get("forward")  # of the instance: somebody has replaced it
+    is_ours = isinstance(forward, FunctionType) and forward.__module__.startswith("kvboost.")
+    return type(module).__module__.partition(".")[0] in KNOWN and (forward is None or is_ours)
+
+
+@cache
+def _sources() -> bytes:
+    """Digest of our own code: the version does not change while it is worked on."""
+    digest = sha256()
+    for path in sorted(path for pattern in SOURCES for path in PACKAGE.glob(pattern)):
+        digest.update(path.read_bytes())
+    return digest.digest()
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    """Whether nobody else can have written it."""
+    is_own = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
+    return is_own and not found.st_mode & OTHERS_WRITE
+
+
+def _no_links(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))
