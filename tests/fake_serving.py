@@ -57,8 +57,16 @@ class CharTokenizer:
     def get_vocab(self) -> dict[str, int]:
         return {chr(number): number for number in range(256)}
 
-    def apply_chat_template(self, messages: Any, *, tokenize: bool, **variables: Any) -> Any:
-        self.rendered = variables
+    def apply_chat_template(
+        self,
+        conversation: Any,
+        tools: Any = None,
+        chat_template: str | None = None,
+        tokenize: bool = True,
+        return_dict: bool = True,
+        **variables: Any,
+    ) -> Any:
+        self.rendered, messages = variables, conversation
         if messages[0]["content"] == "refuse":
             raise ValueError("roles must alternate")
         text = "".join(f"<{each['role']}>{each['content']}" for each in messages)

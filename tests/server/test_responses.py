@@ -37,9 +37,7 @@ CALLED = [
 
 @pytest.fixture
 def ai(client: TestClient) -> Iterator[OpenAI]:
-    yield OpenAI(
-        base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=client
-    )
+    yield OpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=client)
 
 
 def ask(ai: OpenAI, **given: Any) -> Any:
@@ -149,9 +147,10 @@ def test_calls_of_functions_are_streamed(ai: OpenAI, stand: Stand) -> None:
 def test_a_conversation_with_calls_is_read_back(ai: OpenAI, stand: Stand) -> None:
     stand.engine.pieces = ["See.", CALL, CALL]
     first = ask(ai, tools=[WEATHER])
+    outputs = ["sun", [{"type": "input_text", "text": "rain"}]]
     results = [
         {"type": "function_call_output", "call_id": item.call_id, "output": output}
-        for item, output in zip(first.output[1:], ["sun", [{"type": "input_text", "text": "rain"}]])
+        for item, output in zip(first.output[1:], outputs, strict=True)
     ]
     said = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     messages = [
@@ -232,7 +231,11 @@ PICTURE = {"type": "input_image", "image_url": "data:"}
         ({"input": [{"role": "user", "content": [PICTURE]}]}, "input[0]", "text only"),
         ({"input": "hi", "tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "x"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}},
+            "tool_choice",
+            "x",
+        ),
         ({"tools": [WEATHER], "text": {"format": {"type": "json_object"}}}, "text", "exclude"),
         ({"max_output_tokens": 5000}, "max_output_tokens", "limit"),
         ({"top_logprobs": 2}, "top_logprobs", "chat/completions"),

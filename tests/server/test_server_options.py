@@ -104,7 +104,7 @@ def test_a_wrong_value_is_told_with_its_place_and_what_is_allowed(
     with pytest.raises(ConfigError) as error:
         read("", environ)
     assert message in str(error.value)
-    assert f"is from variable {next(iter(environ))}" in str(error.value)
+    assert f"was set by variable {next(iter(environ))}" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_a_wrong_value_is_told_with_its_place_and_what_is_allowed(
         ("max_batch_sise = 3", "unknown option 'max_batch_sise'; did you mean 'max_batch_size'?"),
         ("config = 'x'", "unknown option 'config'"),
         ("port = [", "kvboost.toml: "),
-        ("warm = 5", "warm=5: expected a list of texts; warm is from config file"),
-        ("host = 5", "host=5: expected a text; host is from config file"),
+        ("warm = 5", "warm=5: expected a list of strings; warm was set by config file"),
+        ("host = 5", "host=5: expected a string; host was set by config file"),
         ("port = true", "port=True: expected a whole number"),
     ],
 )

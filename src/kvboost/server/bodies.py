@@ -71,20 +71,10 @@ REFUSED = {
 }
 """OpenAI's parameters that cannot be applied, and why; null is accepted."""
 NO_TEMPLATE = "prompts are not rendered with a chat template"
-PASSED = {
-    "self", "conversation", "messages", "tokenizer", "tools", "documents", "chat_template",
-    "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
-    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
-    "tokenizer_kwargs", "processor_kwargs",
-}  # fmt: skip
-"""Arguments of `apply_chat_template` itself: not for clients to set."""
 
 
 def check_template_kwargs(given: dict[str, Any]) -> dict[str, Any]:
-    """Refuse names that are not variables of a template, and what is too big."""
-    for name in given:
-        if name in PASSED:
-            raise ValueError(f"{name!r} is set by the server")
+    """Refuse what is too big."""
     level: list[Any] = [given]
     for _ in range(MOST_TEMPLATE_LEVELS + 1):
         parts = [each.values() if isinstance(each, dict) else each for each in level]

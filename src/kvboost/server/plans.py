@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -111,6 +112,9 @@ class Planner:
         self._options = options
         self._model = model
         self._grammars = grammars
+        # Arguments of the function that renders: no variables of a template.
+        given = inspect.signature(tokenizer.apply_chat_template).parameters
+        self._reserved = {"self", "messages", "tokenizer", *given}
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)  # characters
 
     def completion(self, body: CompletionBody) -> Plan:
@@ -265,7 +269,10 @@ class Planner:
     def _chat_tokens(self, body: ChatBody, *, add_generation_prompt: bool = True) -> list[int]:
         choice = body.named_tool or body.tool_choice or "auto"
         ready = prepare(_plain(body.messages), body.active_tools, choice, self._tokenizer)
-        arguments = {**body.template_variables, **ready.arguments}
+        variables = body.template_variables
+        for name in variables.keys() & self._reserved:
+            raise refused(f"{name!r} is set by the server", "chat_template_kwargs")
+        arguments = {**variables, **ready.arguments}
         arguments["add_generation_prompt"] = add_generation_prompt
         return self._rendered(ready.messages, body.documents or (), **arguments)
 
