@@ -20,6 +20,10 @@ from kvboost.errors import ConfigError
 from kvboost.server.logs import LogStyle
 
 PREFIX = "KVBOOST_"
+ABOUT = (
+    "Serve a model with an OpenAI-compatible API. Options come from flags, KVBOOST_* variables "
+    "or the --config file, in this order of precedence."
+)
 WORDS = {"true": True, "yes": True, "on": True, "1": True} | {
     "false": False, "no": False, "off": False, "0": False
 }  # fmt: skip

@@ -24,7 +24,7 @@ from kvboost.server.app import make_app
 from kvboost.server.exchange import Running
 from kvboost.server.keys import KeyRing, read_keys
 from kvboost.server.logs import configure
-from kvboost.server.options import ServerOptions, add_flags, read_options
+from kvboost.server.options import ABOUT, ServerOptions, add_flags, read_options
 from kvboost.server.plans import Served
 from kvboost.server.telemetry import Telemetry
 
@@ -98,10 +98,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:  # before it serves
         return 130
-
-
-ABOUT = "Serve a model with an OpenAI-compatible API. Options come from flags, KVBOOST_* variables \
-or the --config file, in this order of precedence."
 
 
 class Loaded(NamedTuple):
