@@ -120,7 +120,7 @@ class Endpoints:
                 )
 
     async def home(self, request: Request) -> Response:
-        """A page for people: the model, its state and where to go on."""
+        """A page for browsers: model, status and links."""
         shown = None if request.app.state.has_keys else self._model.name
         api = request.app.docs_url or request.app.openapi_url
         return page(shown, __version__, api, is_ready=not self._running.is_draining)
@@ -158,16 +158,16 @@ class Endpoints:
         return await self._answer_chat(request, body, self._planner.chat)
 
     async def respond(self, body: ResponsesBody, request: Request) -> Response:
-        """Answer a chat in the manner of OpenAI's Responses API, without stored state."""
+        """OpenAI's Responses API, without stored state."""
         make_plan = partial(self._planner.response, body)
         return await self._answer_chat(request, body.chat, make_plan)
 
     async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
-        """The tokens of a prompt or a chat."""
+        """Tokenize a prompt or a chat."""
         return await self._told(request, partial(self._planner.tokenized, body))
 
     async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
-        """The text of tokens."""
+        """Turn tokens back into text."""
         return await self._told(request, partial(self._planner.detokenized, body))
 
     async def stats(self) -> Response:

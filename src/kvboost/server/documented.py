@@ -381,7 +381,7 @@ CHUNK = {
     "type": "object",
     "properties": {
         "event": {"type": "string", "enum": ["message", "error"]},
-        "data": {"type": "string", "description": "a chunk or an error as JSON, or [DONE]"},
+        "data": {"type": "string", "description": "a chunk or an error as JSON, or `[DONE]`"},
     },
     "required": ["data"],
 }

@@ -52,7 +52,7 @@ class ServerOptions:
     """What `kvboost serve` takes besides the engine's options."""
 
     model: str = field(
-        default="", metadata=about("model: a hub name, a folder or a GGUF file (required)")
+        default="", metadata=about("hub name, folder or GGUF file of the model (required)")
     )
     gguf_file: str | None = field(
         default=None, metadata=about("GGUF file inside the folder or repository of --model")
