@@ -92,7 +92,7 @@ class Item(Body):
 class InputMessage(Item):
     """A message of the conversation."""
 
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
     phase: Literal["commentary", "final_answer"] | None = Field(None, description=NO_EFFECT)
