@@ -29,7 +29,8 @@ from kvboost.server.messages import Message, ObjectFormat, SchemaFormat
 from kvboost.server.options import ServerOptions
 from kvboost.server.problems import Problem, refused
 from kvboost.server.replies import ChatReply, CompletionReply, Reply
-from kvboost.server.responses import ResponseReply, ResponsesBody
+from kvboost.server.response_events import ResponseReply
+from kvboost.server.responses import ResponsesBody
 from kvboost.server.tools import prepare
 
 if TYPE_CHECKING:
