@@ -80,7 +80,7 @@ def http_paths() -> str:
             parts.append(f"### {method.upper()} {path}")
             parts += _operation(operation, is_restricted=path in restricted)
     statuses = [(str(status), text) for status, text in STATUSES.items()]
-    parts += ["## Statuses", "An answer is 200, or an [ErrorBody](#errorbody) with one of these:"]
+    parts += ["## Statuses", "Success is 200. Errors have an [ErrorBody](#errorbody) and one of:"]
     parts += [_table(("status", "when"), statuses), "## Bodies"]
     for name, schema in sorted(document["components"]["schemas"].items()):
         parts += [f"### {name}", *_schema(schema)]
@@ -154,7 +154,7 @@ def _default(option: dataclasses.Field[Any]) -> str:
 
 def _operation(operation: dict[str, Any], *, is_restricted: bool) -> Iterator[str]:
     text = operation["description"]
-    yield f"{text} For administrators." if is_restricted else text
+    yield f"{text} Needs an admin key." if is_restricted else text
     if "parameters" in operation:
         rows = [
             (f"`{each['name']}`", f"in the {each['in']}", _kind(each["schema"]))
@@ -163,18 +163,19 @@ def _operation(operation: dict[str, Any], *, is_restricted: bool) -> Iterator[st
         yield _table(("parameter", "where", "type"), rows)
     said = []
     if "requestBody" in operation:
-        said.append(f"Takes {_content(operation['requestBody']['content'])}.")
+        said.append(f"Body: {_content(operation['requestBody']['content'])}.")
     answer = operation["responses"]["200"]["content"]
-    said.append(f"Answers with {_content(answer)}.")
+    said.append(f"Response: {_content(answer)}.")
     if "text/event-stream" in answer:
-        said.append("With `stream` it is server-sent events, the last of them `[DONE]`.")
+        data = answer["text/event-stream"]["itemSchema"]["properties"]["data"]["description"]
+        said.append(f"With `stream`: server-sent events, each with {data}.")
     yield " ".join(said)
 
 
 def _content(content: dict[str, Any]) -> str:
     if "application/json" in content:
         return _kind(content["application/json"]["schema"])
-    return "plain text"
+    return "an HTML page" if "text/html" in content else "plain text"
 
 
 def _schema(schema: dict[str, Any]) -> Iterator[str]:

@@ -30,6 +30,17 @@ settings.register_profile("ci", derandomize=True)
 if "CI" in os.environ:
     settings.load_profile("ci")
 
+# As Qwen3 has it: thinking can be switched off, by an empty thought before the answer.
+THINKING_TEMPLATE = """\
+{%- if reasoning_effort %}<|im_start|>system
+Reasoning: {{ reasoning_effort }}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- "<think>\\n\\n</think>\\n\\n" }}{% endif %}{% endif %}"""
 KEYS = {
     "admin-key": 'tenant = "ops"\nadmin = true',
     "plain-key": 'tenant = "plain"',
@@ -67,12 +78,14 @@ def live(smol: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KVBoos
 
 @pytest.fixture(scope="session")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KVBoostServer]:
-    """A server with API keys (`KEYS`) and a tiny model whose answers mean nothing."""
+    """A server with API keys (`KEYS`), a tiny model whose answers mean nothing, and a template
+    with variables."""
     folder = tmp_path_factory.mktemp("guarded")
     keys = [f'[[keys]]\nsha256 = "{sha256(key.encode()).hexdigest()}"\n{rest}'
             for key, rest in KEYS.items()]  # fmt: skip
     (folder / "keys.toml").write_text("\n".join(keys))
     flags = ["--api-keys", str(folder / "keys.toml"), "--max-new-tokens", "16"]
     model = save(folder / "tiny")
+    (folder / "tiny" / "chat_template.jinja").write_text(THINKING_TEMPLATE)
     with kvboost_server(model, folder / "log", *flags, api_key="admin-key") as server:
         yield server

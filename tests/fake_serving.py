@@ -36,12 +36,20 @@ MODEL = Served("fake", vocab_size=300, context_tokens=1000, most_answers=40, ada
 
 
 class CharTokenizer:
-    """A token for each character of ASCII."""
+    """A token for each character of ASCII; `rendered` is what the last template was given."""
 
     chat_template = "chars"
 
-    def __call__(self, text: str, **_: Any) -> Any:
-        return type("Encoding", (), {"input_ids": [min(ord(char), 255) for char in text]})()
+    def __init__(self) -> None:
+        self.rendered: dict[str, Any] = {}
+
+    def __call__(self, text: str, *, add_special_tokens: bool = False, **_: Any) -> Any:
+        start = [1] if add_special_tokens else []
+        tokens = [*start, *(min(ord(char), 255) for char in text)]
+        return type("Encoding", (), {"input_ids": tokens})()
+
+    def convert_ids_to_tokens(self, tokens: Sequence[int]) -> list[str]:
+        return [chr(token) for token in tokens]
 
     def decode(self, tokens: Sequence[int], **_: Any) -> str:
         return "".join(map(chr, tokens))
@@ -49,7 +57,16 @@ class CharTokenizer:
     def get_vocab(self) -> dict[str, int]:
         return {chr(number): number for number in range(256)}
 
-    def apply_chat_template(self, messages: Any, *, tokenize: bool, **_: Any) -> Any:
+    def apply_chat_template(
+        self,
+        conversation: Any,
+        tools: Any = None,
+        chat_template: str | None = None,
+        tokenize: bool = True,
+        return_dict: bool = True,
+        **variables: Any,
+    ) -> Any:
+        self.rendered, messages = variables, conversation
         if messages[0]["content"] == "refuse":
             raise ValueError("roles must alternate")
         text = "".join(f"<{each['role']}>{each['content']}" for each in messages)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from pages import (
     outputs,
     statements,
 )
+from servers import find_program
 
 CHECKS: dict[str, Callable[[str], object]] = {
     "toml": tomllib.loads,
@@ -80,6 +82,15 @@ def test_what_is_tested_instead_exists(page: Path) -> None:
     excuses = " ".join(each.why_not_run or "" for each in fences(page))
     named = re.findall(r"\btests/[\w/.]*\w", excuses)
     assert [each for each in named if not (ROOT / each).exists()] == []
+
+
+def test_python_of_the_server_guide_can_be_pasted_alone() -> None:
+    blocks = [each for each in fences(DOCS / "guides/server.md") if each.language == "python"]
+    command = [find_program("ruff"), "check", "--quiet", "--isolated", "--select", "F821", "-"]
+    for block in blocks:  # undefined names
+        run = subprocess.run(command, input=block.text, text=True, capture_output=True)
+        assert run.returncode == 0, f"line {block.line}: {run.stdout}"
+    assert len(blocks) > 2
 
 
 def commands_of(page: Path) -> list[str]:

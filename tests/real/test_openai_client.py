@@ -247,7 +247,7 @@ def test_limits_of_the_answer_have_two_names(client: OpenAI, model: str) -> None
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"stop": [""]}, "stop"),
         ({"extra_body": {"temprature": 0}}, "did you mean 'temperature'"),
-        ({"extra_body": {"reasoning_effort": "high"}}, "cannot be applied"),
+        ({"extra_body": {"verbosity": "high"}}, "not supported"),
         ({"max_tokens": 10**6}, "max_tokens"),
     ],
 )

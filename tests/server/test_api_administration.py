@@ -12,7 +12,8 @@ from starlette.testclient import TestClient
 from asking import CHAT, COMPLETIONS, USER, chat, client_of, refusal, streamed
 from fake_serving import Stand
 from kvboost.errors import KVBoostError
-from kvboost.server.bodies import ChatBody, CompletionBody
+from kvboost.server.bodies import ChatBody, CompletionBody, DetokenizeBody
+from kvboost.server.responses import ResponsesBody
 
 
 def test_every_request_is_observed_but_those_of_probes(client: TestClient, stand: Stand) -> None:
@@ -208,6 +209,7 @@ def test_without_keys_only_names_of_this_machine_are_served(client: TestClient) 
 def test_the_document_tells_all_paths_and_statuses(client: TestClient) -> None:
     paths = client.get("/openapi.json").json()["paths"]
     assert {"/health", "/ready", "/metrics", "/v1/models", COMPLETIONS, CHAT} <= set(paths)
+    assert {"/", "/v1/responses", "/tokenize", "/detokenize"} <= set(paths)
     statuses = set(paths[CHAT]["post"]["responses"])
     assert {"200", "400", "401", "413", "429", "503", "504"} <= statuses
     assert "422" not in statuses
@@ -234,10 +236,23 @@ MANY = 200_000
         {"messages": [{"role": "assistant", "tool_calls": [1] * MANY}]},
         {"messages": USER, "tools": [{}] * MANY},
         {"messages": USER, "modalities": ["x"] * MANY},
+        {"messages": USER, "chat_template_kwargs": {"a": [[[[[[[[[1]]]]]]]] * MANY]}},
+        {"input": [{}] * MANY},
+        {"input": [dict.fromkeys(map(str, range(MANY)), 1)]},
+        {"input": [{"role": "user", "content": [{"type": "input_text"}] * MANY}]},
+        {"input": "a", "tools": [{}] * MANY},
+        {"input": "a", "include": ["x"] * MANY},
+        {"tokens": [-1] * MANY},
     ],
 )
 def test_a_body_full_of_errors_is_given_up_early(body: Any) -> None:
-    kind = ChatBody if "messages" in body else CompletionBody
+    kinds = {
+        "messages": ChatBody,
+        "prompt": CompletionBody,
+        "input": ResponsesBody,
+        "tokens": DetokenizeBody,
+    }
+    kind = next(kind for name, kind in kinds.items() if name in body)
     with pytest.raises(ValidationError) as error:
         kind.model_validate(body)
     assert error.value.error_count() < 500

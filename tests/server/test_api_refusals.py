@@ -45,7 +45,7 @@ from kvboost.server import exchange
         ({"store": True}, "store"),
         ({"functions": []}, "functions"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -149,7 +149,7 @@ def test_schemas_and_tools_have_a_size(client: TestClient) -> None:
 def test_prompts_beyond_the_context_are_refused(client: TestClient) -> None:
     error = refusal(client, COMPLETIONS, prompt="x" * 999)
     assert error["code"] == "context_length_exceeded"
-    assert "999 tokens and 16 new ones" in error["message"]
+    assert "999 tokens and 16 are to be generated" in error["message"]
     unread = refusal(client, COMPLETIONS, prompt="x" * 2000)  # too many for the longest tokens
     assert unread["code"] == "context_length_exceeded"
     assert "2000 characters" in unread["message"]
@@ -157,7 +157,7 @@ def test_prompts_beyond_the_context_are_refused(client: TestClient) -> None:
 
 def test_prompts_beyond_the_configured_limit_are_refused() -> None:
     client = client_of(Stand(max_prompt_tokens=5))
-    assert "at most 5" in refusal(client, COMPLETIONS, prompt="abcdef")["message"]
+    assert "the limit is 5" in refusal(client, COMPLETIONS, prompt="abcdef")["message"]
     complete(client, prompt="abcde")
 
 
@@ -248,7 +248,7 @@ def test_a_deadline_counts_from_the_arrival_of_a_request(monkeypatch: pytest.Mon
 def test_more_answers_than_ever_fit_are_refused_for_good(client: TestClient) -> None:
     reply = client.post("/v1/completions", json={"prompt": ["a"] * 3, "n": 15})
     assert reply.status_code == 400
-    assert "45 answers at once: there is room for 40" in reply.json()["error"]["message"]
+    assert "45 answers at once; the limit is 40" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -280,5 +280,5 @@ def test_faults_are_told_without_their_trace(
     error = events(reply.text)[-1]["error"] if is_stream else reply.json()["error"]
     assert reply.status_code == (200 if is_stream else 500)
     assert "secret" not in reply.text
-    assert error["message"] == "internal error; request id r1"
+    assert error["message"] == "internal error (request id r1)"
     assert "secret path" in caplog.text

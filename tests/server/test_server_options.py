@@ -17,7 +17,7 @@ PROMISED = """--model --host --port --device --dtype --backend --max-cache-bytes
 --recompute-strategy --kv-cache-bits --batch-window-ms --max-batch-size --max-queue-size --warm
 --workers --block-size --num-blocks --api-keys --config --cors-origin --max-body-bytes
 --max-prompt-tokens --max-new-tokens --request-deadline-s --drain-s --served-model-name
---log-format"""
+--log-format --docs"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,9 +39,19 @@ def config(tmp_path: Path, text: str) -> str:
 @pytest.mark.parametrize("flag", PROMISED.split())
 def test_every_promised_flag_is_there_and_has_a_variable(flag: str) -> None:
     text = parser().format_help()
-    assert f"{flag} " in text
+    assert f"{flag} " in text or f"{flag}, " in text
     if flag != "--config":
         assert "KVBOOST_" + flag[2:].upper().replace("-", "_") in "".join(text.split())
+
+
+def test_help_says_what_kind_of_value_an_option_takes() -> None:
+    text = parser().format_help()
+    for shown in (
+        "--drain-s SECONDS", "--api-keys FILE", "--max-body-bytes SIZE", "--port PORT",
+        "--adapter NAME=MODEL", "--cache-url URL", "--log-format {auto,json,text}", "--workers N",
+    ):  # fmt: skip
+        assert f"  {shown}" in text
+    assert "VALUE" not in text
 
 
 def test_without_anything_all_has_its_default() -> None:
@@ -104,7 +114,7 @@ def test_a_wrong_value_is_told_with_its_place_and_what_is_allowed(
     with pytest.raises(ConfigError) as error:
         read("", environ)
     assert message in str(error.value)
-    assert f"is from variable {next(iter(environ))}" in str(error.value)
+    assert f"was set by variable {next(iter(environ))}" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +123,8 @@ def test_a_wrong_value_is_told_with_its_place_and_what_is_allowed(
         ("max_batch_sise = 3", "unknown option 'max_batch_sise'; did you mean 'max_batch_size'?"),
         ("config = 'x'", "unknown option 'config'"),
         ("port = [", "kvboost.toml: "),
-        ("warm = 5", "warm=5: expected a list of texts; warm is from config file"),
-        ("host = 5", "host=5: expected a text; host is from config file"),
+        ("warm = 5", "warm=5: expected a list of strings; warm was set by config file"),
+        ("host = 5", "host=5: expected a string; host was set by config file"),
         ("port = true", "port=True: expected a whole number"),
     ],
 )

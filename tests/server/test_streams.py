@@ -110,7 +110,7 @@ def test_a_reader_that_takes_nothing_is_cut_off(
     assert stand.telemetry.records[0].status == 499
 
 
-def test_a_server_that_ends_lets_streams_finish() -> None:
+def test_a_server_that_ends_lets_streams_finish(capfd: pytest.CaptureFixture[str]) -> None:
     stand = Stand(drain_s=WAIT_S)
     with stand.listening() as url, httpx.Client(timeout=WAIT_S) as client:
         body = BODY | {"stream": True}
@@ -124,6 +124,8 @@ def test_a_server_that_ends_lets_streams_finish() -> None:
                 httpx.get(f"{url}/ready")
             stand.engine.steps.set()
             assert list(lines)[-1] == "data: [DONE]"
+    told = f"shutting down: waiting up to {WAIT_S:g} s for 1 request (Ctrl+C again to stop now)\n"
+    assert told in capfd.readouterr().err
 
 
 def test_what_takes_longer_than_the_drain_is_told_so() -> None:

@@ -7,15 +7,14 @@ import argparse
 from kvboost.cli import flags
 from kvboost.errors import KVBoostError
 from kvboost.server.__main__ import HINT
-from kvboost.server.options import add_flags
+from kvboost.server.options import ABOUT, add_flags
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     flags.about(
         parser,
-        "Serves a model with OpenAI's API. A flag wins over its variable, a variable over the "
-        "file of --config.",
+        ABOUT,
         "kvboost serve --model FOLDER",
         "kvboost serve --model FOLDER --reuse auto --disk-cache-dir kv-cache",
         "kvboost serve --config server.toml --host 0.0.0.0 --api-keys keys.toml",

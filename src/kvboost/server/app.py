@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -16,20 +16,29 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from kvboost import __version__
 from kvboost.core import Grammar
 from kvboost.errors import KVBoostError, QueueFull
 from kvboost.server.answers import unless_gone
-from kvboost.server.bodies import CacheBody, ChatBody, CompletionBody, WarmBody
+from kvboost.server.bodies import (
+    CacheBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    WarmBody,
+)
 from kvboost.server.documented import DocumentedApp, responses
 from kvboost.server.exchange import Exchange, Running
-from kvboost.server.gate import REQUEST_ID, Gate
+from kvboost.server.gate import DOCS, REQUEST_ID, Gate
 from kvboost.server.keys import KeyRing
 from kvboost.server.options import ServerOptions
+from kvboost.server.page import page
 from kvboost.server.plans import Plan, Planner, Served
 from kvboost.server.problems import Problem, ShuttingDown, invalid, problem_of, refused
+from kvboost.server.responses import ResponsesBody
 from kvboost.server.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -39,11 +48,16 @@ if TYPE_CHECKING:
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/responses": ResponsesBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
     "/v1/warm": WarmBody,
     "/v1/cache/pin": CacheBody,
     "/v1/cache/delete": CacheBody,
 }
+ABSENT = {"/v1/embeddings": "this server generates text; it has no embeddings"}
 Routes: TypeAlias = tuple[tuple[str, str, Callable[..., Any]], ...]
+KINDS = {"/": HTMLResponse, "/metrics": PlainTextResponse}
 MOST_LISTED = 10_000  # chunks
 MOST_QUEUED = 256  # requests that are read and not yet prepared: their bodies are in memory
 
@@ -74,12 +88,16 @@ class Endpoints:
     def add_to(self, app: FastAPI) -> None:
         """Give each path what it does."""
         everybodys: Routes = (
+            ("/", "GET", self.home),
             ("/health", "GET", self.health),
             ("/ready", "GET", self.ready),
             ("/v1/models", "GET", self.models),
             ("/v1/models/{name:path}", "GET", self.one_model),
             ("/v1/completions", "POST", self.completion),
             ("/v1/chat/completions", "POST", self.chat),
+            ("/v1/responses", "POST", self.respond),
+            ("/tokenize", "POST", self.tokenize),
+            ("/detokenize", "POST", self.detokenize),
         )
         administrators: Routes = (
             ("/metrics", "GET", self.metrics),
@@ -98,15 +116,21 @@ class Endpoints:
                     dependencies=needs,
                     responses=responses(path),
                     response_model=None,
-                    response_class=PlainTextResponse if path == "/metrics" else JSONResponse,
+                    response_class=KINDS.get(path, JSONResponse),
                 )
 
+    async def home(self, request: Request) -> Response:
+        """A page for browsers: model, status and links."""
+        shown = None if request.app.state.has_keys else self._model.name
+        api = request.app.docs_url or request.app.openapi_url
+        return page(shown, __version__, api, is_ready=not self._running.is_draining)
+
     async def health(self) -> Response:
-        """Whether the process lives."""
+        """Whether the process is alive."""
         return JSONResponse({"status": "ok"})
 
     async def ready(self) -> Response:
-        """Whether requests are taken."""
+        """Whether the server accepts requests."""
         if self._running.is_draining:
             raise ShuttingDown
         return JSONResponse({"status": "ready"})
@@ -117,28 +141,37 @@ class Endpoints:
         return Response(body, headers={"content-type": content_type})
 
     async def models(self) -> Response:
-        """The model, and what it is under each of its adapters."""
+        """The model and its adapters."""
         cards = [self._card(name) for name in (self._model.name, *self._model.adapters)]
         return JSONResponse({"object": "list", "data": cards})
 
     async def one_model(self, name: str) -> Response:
-        """One of them, by its name."""
+        """One of them, by name."""
         return JSONResponse(self._card(self._model.adapter(name) or self._model.name))
 
     async def completion(self, body: CompletionBody, request: Request) -> Response:
-        """Continue prompts."""
+        """Complete prompts."""
         return await self._answer(request, partial(self._planner.completion, body))
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
-        """Answer a conversation."""
-        grammars: list[Grammar | None] = [None] * (body.n or 1)
-        if body.has_form:  # others do not wait behind schemas
-            compiling = partial(self._planner.grammars, body)
-            grammars = await unless_gone(request, self._queued(self._compiling, compiling))
-        return await self._answer(request, partial(self._planner.chat, body, grammars))
+        """Answer a chat."""
+        return await self._answer_chat(request, body, self._planner.chat)
+
+    async def respond(self, body: ResponsesBody, request: Request) -> Response:
+        """OpenAI's Responses API, without stored state."""
+        make_plan = partial(self._planner.response, body)
+        return await self._answer_chat(request, body.chat, make_plan)
+
+    async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
+        """Tokenize a prompt or a chat."""
+        return await self._told(request, partial(self._planner.tokenized, body))
+
+    async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
+        """Turn tokens back into text."""
+        return await self._told(request, partial(self._planner.detokenized, body))
 
     async def stats(self) -> Response:
-        """The batch and the cache now."""
+        """The current state of batch and cache."""
         return JSONResponse(
             {
                 "model": self._model.name,
@@ -150,7 +183,7 @@ class Endpoints:
         )
 
     async def warm(self, body: WarmBody, request: Request) -> Response:
-        """Read texts before they are needed."""
+        """Prefill and store texts before requests need them."""
         content = await _on(self._preparing, partial(self._planner.warmed, body))
         warming = partial(
             self._engine.warm,
@@ -171,23 +204,23 @@ class Endpoints:
         tenant: str | None = None,
         limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = 100,
     ) -> Response:
-        """What is stored for a tenant."""
+        """The chunks stored for a tenant."""
         listing = partial(self._engine.contents.chunks, _tenant(tenant, request), limit)
         return JSONResponse({"object": "list", "data": await asyncio.to_thread(listing)})
 
     async def pin(self, body: CacheBody, request: Request) -> Response:
-        """Keep what is stored of a text from leaving."""
+        """Exempt the stored chunks of a text from eviction."""
         if body.everything:
-            raise refused("everything cannot be pinned", "everything")
+            raise refused("everything: only for deletion", "everything")
         tokens = await _on(self._preparing, partial(self._planner.stored, body))
         pinning = partial(self._engine.contents.pin, tokens, ttl_s=body.ttl_s)
         num = await asyncio.to_thread(pinning, tenant=_tenant(body.tenant, request))
         return JSONResponse({"num_pinned": num})
 
     async def delete(self, body: CacheBody, request: Request) -> Response:
-        """Forget what is stored of a text, or everything of a tenant, also if it is pinned."""
+        """Delete the stored chunks of a text, or all of a tenant's, pinned ones included."""
         if body.ttl_s is not None:
-            raise refused("ttl_s is how long a pin lasts", "ttl_s")
+            raise refused("ttl_s: only for pins", "ttl_s")
         tokens = None
         if not body.everything:
             tokens = await _on(self._preparing, partial(self._planner.stored, body))
@@ -205,6 +238,21 @@ class Endpoints:
             "parent": None if name == self._model.name else self._model.name,
         }
 
+    async def _answer_chat(
+        self,
+        request: Request,
+        body: ChatBody,
+        make_plan: Callable[[ChatBody, Sequence[Grammar | None]], Plan],
+    ) -> Response:
+        grammars: list[Grammar | None] = [None] * (body.n or 1)
+        if body.has_form:  # others do not wait behind schemas
+            compiling = partial(self._planner.grammars, body)
+            grammars = await unless_gone(request, self._queued(self._compiling, compiling))
+        return await self._answer(request, partial(make_plan, body, grammars))
+
+    async def _told(self, request: Request, work: Callable[[], dict[str, Any]]) -> Response:
+        return JSONResponse(await unless_gone(request, self._queued(self._preparing, work)))
+
     async def _answer(self, request: Request, make_plan: Callable[[], Plan]) -> Response:
         plan = await unless_gone(request, self._queued(self._preparing, make_plan))
         return Exchange(plan, self._running)
@@ -212,7 +260,7 @@ class Endpoints:
     async def _queued(self, thread: ThreadPoolExecutor, work: Callable[[], Any]) -> Any:
         """Work for a request, which has no place in the engine's queue yet."""
         if self._num_queued >= MOST_QUEUED:
-            raise QueueFull(f"{MOST_QUEUED} requests are being prepared already")
+            raise QueueFull(f"{MOST_QUEUED} requests are already being prepared")
         self._num_queued += 1
         try:
             return await _on(thread, work)
@@ -234,8 +282,15 @@ def make_app(
     keys: KeyRing | None = None,
 ) -> FastAPI:
     """The whole application; `app.state.running` is what a shutdown drains."""
-    app = DocumentedApp(title="KVBoost", version=__version__, docs_url=None, redoc_url=None)
+    app = DocumentedApp(
+        title="KVBoost",
+        version=__version__,
+        docs_url=DOCS if options.docs else None,
+        swagger_ui_oauth2_redirect_url=None,
+        redoc_url=None,
+    )
     keys = KeyRing() if keys is None else keys
+    app.state.has_keys = bool(keys)
     running = app.state.running = Running(engine, options.request_deadline_s)
     planner = Planner(engine.tokenizer, options, model, grammars)
     Endpoints(engine, planner, running, telemetry, model).add_to(app)
@@ -259,21 +314,21 @@ async def _tell(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         problem = invalid(error.errors(), BODIES.get(request.url.path))
     else:
-        problem = problem_of(error) or _plain_problem(error)
+        problem = problem_of(error) or _plain_problem(error, request.url.path)
     request.state.outcome.error = problem.code or problem.kind
     return problem.response
 
 
-def _plain_problem(error: Exception) -> Problem:
+def _plain_problem(error: Exception, path: str) -> Problem:
     assert isinstance(error, HTTPException)
     names = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}
-    code = names.get(error.status_code)
-    return Problem(error.status_code, str(error.detail), code=code, headers=error.headers)
+    code, reason = names.get(error.status_code), ABSENT.get(path, str(error.detail))
+    return Problem(error.status_code, reason, code=code, headers=error.headers)
 
 
 async def _need_admin(request: Request) -> None:
     if not request.state.caller.is_admin:
-        raise Problem(403, "this path needs an administrator's API key", code="not_admin")
+        raise Problem(403, "this path needs an admin API key", code="not_admin")
 
 
 def _tenant(named: str | None, request: Request) -> str:

@@ -3,76 +3,120 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
-    BaseModel,
+    AfterValidator,
     BeforeValidator,
-    ConfigDict,
     Field,
+    PrivateAttr,
     StringConstraints,
+    ValidationError,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from kvboost.core import ReuseMode
+from kvboost.server.messages import (
+    MOST_FIELDS,
+    Body,
+    Format,
+    Label,
+    Messages,
+    NamedTool,
+    ObjectFormat,
+    SchemaFormat,
+    Tools,
+    few,
+    wrong,
+)
 
 MOST_ANSWERS = 64  # of one request: prompts x n
 MOST_SCHEMA_BYTES = 128 * 1024  # of a JSON schema, or of all tools
-MOST_FIELDS = 64  # of an object, known or not
+MOST_TEMPLATE_BYTES = 16 * 1024  # of chat_template_kwargs
+MOST_TEMPLATE_LEVELS = 8  # of lists and objects in it
+SCALARS = (str, int, float, type(None))  # of JSON
 MOST_BIASES = 1024
-MOST_MESSAGES = 2048  # and as many parts of one
-MOST_CALLS = 128  # of tools, in a message
 MAX_SEED = 2**63 - 1
 Text: TypeAlias = Annotated[str, StringConstraints(min_length=1)]
-Label: TypeAlias = Annotated[str, StringConstraints(max_length=512)]
-Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Stop: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-TokenIds: TypeAlias = Annotated[
-    list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)
-]
+TokenId: TypeAlias = Annotated[int, Field(ge=0)]
+TokenIds: TypeAlias = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 Probability: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+Temperature: TypeAlias = Annotated[float, Field(ge=0, le=2)]
 Count: TypeAlias = Annotated[int, Field(ge=1)]
+Documents: TypeAlias = Annotated[list[Text], Field(max_length=256)]
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+MODEL = "a name from /v1/models; optional"
+TENANT = "default: the API key's tenant"
+TEMPLATE = "variables for the model's chat template, such as enable_thinking"
+EFFORT = "passed to the model's chat template; templates that do not use it ignore it"
+REUSE = "which K/V to reuse; default: the server's --reuse"
+DOCUMENTS = "parts of the prompt that other prompts may contain too; with reuse=auto found anywhere"
+
+REFUSED = {
+    "store": "answers are not stored",
+    "suffix": "text can only be added after a prompt",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "audio": "answers are text",
+    "prediction": "predicted outputs are not supported",
+    "verbosity": "the model has no such setting",
+    "web_search_options": "the server cannot search the web",
+    "moderation": "the server does not moderate",
+}
+"""OpenAI's parameters that cannot be applied, and why; null is accepted."""
+NO_TEMPLATE = "prompts are not rendered with a chat template"
 
 
-def few(values: Any, most: int) -> Any:
-    """The same, unless it has too many entries: each could become an error of its own."""
-    if isinstance(values, dict) and len(values) > most:
-        raise ValueError(f"more than {most} entries")
-    return values
+def check_template_kwargs(given: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what is too big."""
+    level: list[Any] = [given]
+    for _ in range(MOST_TEMPLATE_LEVELS + 1):
+        parts = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [each for part in parts if not isinstance(part, SCALARS) for each in part]
+    if level:
+        raise ValueError(f"more than {MOST_TEMPLATE_LEVELS} nested levels")
+    if len(json.dumps(given)) > MOST_TEMPLATE_BYTES:
+        raise ValueError(f"more than {MOST_TEMPLATE_BYTES} bytes of JSON")
+    return given
 
 
-def wrong(param: str, reason: str) -> PydanticCustomError:
-    """What is wrong with a parameter whose value alone is right."""
-    return PydanticCustomError("refused", "{reason}", {"param": param, "reason": reason})
-
-
-class Body(BaseModel):
-    """What all bodies share: unknown names and wrong types are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bound(cls, values: Any) -> Any:
-        return few(values, MOST_FIELDS)
+TemplateKwargs: TypeAlias = Annotated[dict[str, Any], AfterValidator(check_template_kwargs)]
 
 
 class Harmless(Body):
     """The table of OpenAI's parameters that are accepted although they change nothing here."""
 
+    refuses: ClassVar[Mapping[str, str]] = {}  # and why
+
     user: Label | None = Field(None, description="for the client's own records")
     safety_identifier: Label | None = Field(None, description="like user")
     metadata: (
         Annotated[dict[Label, Label], BeforeValidator(partial(few, most=MOST_FIELDS))] | None
-    ) = Field(None, description="kept only with store")
-    store: Literal[False] | None = Field(None, description="answers are never kept: only false")
+    ) = Field(None, description="for the client's own records")
+    store: Literal[False] | None = Field(None, description="only false: answers are not stored")
     service_tier: Literal["auto", "default"] | None = Field(None, description="there is one tier")
-    prompt_cache_key: Label | None = Field(None, description="reuse goes by the text itself")
-    prompt_cache_retention: Label | None = Field(None, description="the cache has a budget instead")
+    prompt_cache_key: Label | None = Field(None, description="no effect: K/V is found by its text")
+    prompt_cache_retention: Label | None = Field(
+        None, description="no effect: the cache evicts by its budget"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            for name, reason in cls.refuses.items():
+                value, may_be_off = values.get(name), name in cls.model_fields
+                if value is not None and not (value is False and may_be_off):
+                    raise wrong(name, f"{name!r} is not supported: {reason}")
+            unknown = cls.refuses.keys() - cls.model_fields.keys()
+            return {name: value for name, value in values.items() if name not in unknown}
+        return values
 
 
 class StreamOptions(Body):
@@ -85,13 +129,17 @@ class StreamOptions(Body):
 class Sampled(Harmless):
     """The parameters of both kinds of completions."""
 
-    model: Label | None = Field(None, description="as /v1/models has it; may be left out")
+    refuses = REFUSED
+
+    model: Label | None = Field(None, description=MODEL)
     max_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Temperature | None = Field(
+        None, description="0 is greedy; higher values sample; default: 1"
+    )
     top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="0 or -1: all tokens")
     min_p: Probability | None = None
-    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    n: Annotated[int, Field(ge=1, le=16)] | None = Field(None, description="answers per prompt")
     seed: Annotated[int, Field(ge=-MAX_SEED, le=MAX_SEED)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     presence_penalty: Penalty | None = None
@@ -99,24 +147,12 @@ class Sampled(Harmless):
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
     logit_bias: (
         Annotated[dict[str, Bias], BeforeValidator(partial(few, most=MOST_BIASES))] | None
-    ) = None
-    ignore_eos: bool | None = None
+    ) = Field(None, description="by token id")
+    ignore_eos: bool | None = Field(None, description="go on after the end-of-text token")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    reuse: ReuseMode | None = Field(None, description="what K/V to reuse; None: as configured")
-    documents: Annotated[list[Text], Field(max_length=256)] | None = Field(
-        None, description="texts in the prompt that may stand in others too: found anywhere"
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            for name, reason in REFUSED.items():
-                if values.get(name) is not None:
-                    raise wrong(name, f"{name!r} cannot be applied: {reason}")
-            return {name: value for name, value in values.items() if name not in REFUSED}
-        return values
+    reuse: ReuseMode | None = Field(None, description=REUSE)
+    documents: Documents | None = Field(None, description=DOCUMENTS)
 
     @model_validator(mode="after")
     def _fit(self) -> Sampled:
@@ -129,23 +165,16 @@ class Sampled(Harmless):
         """The stop texts."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-
-REFUSED = {
-    "suffix": "text is only written after a prompt, not between two",
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "audio": "answers are text",
-    "prediction": "nothing is computed ahead",
-    "reasoning_effort": "the model has no such setting",
-    "verbosity": "the model has no such setting",
-    "web_search_options": "nothing is searched",
-    "moderation": "nothing is moderated",
-}
-"""OpenAI's parameters that cannot be applied, and why; null is accepted."""
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
 
 class CompletionBody(Sampled):
     """The body of /v1/completions."""
+
+    refuses = REFUSED | {"reasoning_effort": NO_TEMPLATE, "chat_template_kwargs": NO_TEMPLATE}
 
     prompt: (
         Text
@@ -154,15 +183,17 @@ class CompletionBody(Sampled):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_ANSWERS)]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=16)] | None = None
+    echo: bool | None = Field(None, description="put the prompt before the answer")
+    best_of: Annotated[int, Field(ge=1, le=16)] | None = Field(
+        None, description="generate so many, return the n most likely"
+    )
 
     @model_validator(mode="after")
     def _fit_completion(self) -> CompletionBody:
         if self.echo and self.logprobs is not None:
-            raise wrong("echo", "echo with logprobs: those of the prompt are not computed")
+            raise wrong("echo", "echo excludes logprobs: prompts have none")
         if self.best_of is not None and self.best_of < (self.n or 1):
-            raise wrong("best_of", "best_of must not be below n")
+            raise wrong("best_of", "best_of must be at least n")
         if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
             raise wrong("best_of", "best_of above n cannot be streamed")
         if len(self.prompts) * max(self.n or 1, self.best_of or 1) > MOST_ANSWERS:
@@ -177,142 +208,6 @@ class CompletionBody(Sampled):
         return list(self.prompt)
 
 
-class TextPart(Body):
-    """A piece of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class FunctionCall(Body):
-    """Which function an earlier answer called."""
-
-    name: Name
-    arguments: str
-
-
-class Call(Body):
-    """A tool call of an earlier answer."""
-
-    id: Label
-    type: Literal["function"] = "function"
-    function: FunctionCall
-    index: int | None = None
-
-
-class Message(Body):
-    """A message of a chat; fields that are null count as left out."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: (
-        str | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES, fail_fast=True)] | None
-    ) = None
-    name: Label | None = None
-    tool_calls: Annotated[list[Call], Field(max_length=MOST_CALLS, fail_fast=True)] | None = None
-    tool_call_id: Label | None = None
-    annotations: list[Any] | None = Field(None, description="of OpenAI's own answers; left out")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_null(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        parts = values.get("content")
-        for part in parts if isinstance(parts, list) else ():
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text":
-                raise ValueError(f"content of type {kind!r}: this model reads text only")
-        return {name: value for name, value in values.items() if value is not None}
-
-    @model_validator(mode="after")
-    def _say_something(self) -> Message:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("content is missing")
-        if self.tool_calls is not None and self.role != "assistant":
-            raise ValueError("tool_calls belong to messages of the assistant")
-        return self
-
-    @property
-    def plain(self) -> dict[str, Any]:
-        """The message as chat templates know it."""
-        content = self.content
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
-        role = "system" if self.role == "developer" else self.role
-        plain: dict[str, Any] = {"role": role, "content": content or ""}
-        for name in ("name", "tool_call_id"):
-            if getattr(self, name) is not None:
-                plain[name] = getattr(self, name)
-        if self.tool_calls:
-            plain["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
-        return plain
-
-
-Messages: TypeAlias = Annotated[
-    list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
-]
-
-
-class Function(Body):
-    """What a tool does and takes."""
-
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class FunctionName(Body):
-    """A function by its name."""
-
-    name: Name
-
-
-class NamedTool(Body):
-    """The one function that must be called."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class NamedSchema(Body):
-    """A JSON schema and what it is called."""
-
-    name: Name
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class TextFormat(Body):
-    """Any text."""
-
-    type: Literal["text"]
-
-
-class ObjectFormat(Body):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
-
-
-class SchemaFormat(Body):
-    """JSON that a schema allows."""
-
-    type: Literal["json_schema"]
-    json_schema: NamedSchema
-
-
-Format: TypeAlias = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
-
-
 class ChatBody(Sampled):
     """The body of /v1/chat/completions."""
 
@@ -321,29 +216,41 @@ class ChatBody(Sampled):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: Format | None = None
-    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    reasoning_effort: Effort | None = Field(None, description=EFFORT)
+    chat_template_kwargs: TemplateKwargs | None = Field(None, description=TEMPLATE)
 
     @model_validator(mode="after")
     def _fit_chat(self) -> ChatBody:
         if None not in (self.max_tokens, self.max_completion_tokens):
-            raise wrong("max_tokens", "max_tokens is max_completion_tokens: give one of them")
+            reason = "max_tokens and max_completion_tokens are the same: give one of them"
+            raise wrong("max_tokens", reason)
         if self.top_logprobs is not None and not self.logprobs:
             raise wrong("top_logprobs", "top_logprobs needs logprobs=true")
         if self.tool_choice not in (None, "none") and not self.tools:
             raise wrong("tool_choice", "tool_choice needs tools")
         if self.named_tool not in (None, *(tool.function.name for tool in self.tools or ())):
-            raise wrong("tool_choice", f"tool_choice names no tool: {self.named_tool!r}")
+            raise wrong("tool_choice", f"tool_choice: no tool is named {self.named_tool!r}")
         if self.active_tools and isinstance(self.response_format, ObjectFormat | SchemaFormat):
-            reason = "response_format and tools exclude each other; tool_choice='none'?"
+            reason = "JSON output and tools exclude each other, except with tool_choice='none'"
             raise wrong("response_format", reason)
+        if self.reasoning_effort and "reasoning_effort" in (self.chat_template_kwargs or {}):
+            reason = "reasoning_effort is in chat_template_kwargs too: give one of them"
+            raise wrong("reasoning_effort", reason)
         schema = self.response_format.model_dump() if self.response_format else None
         for name, value in (("tools", self.active_tools), ("response_format", schema)):
             if len(json.dumps(value)) > MOST_SCHEMA_BYTES:
-                raise wrong(name, f"{name} is above {MOST_SCHEMA_BYTES} bytes of JSON")
+                what = "tools" if name == "tools" else "the JSON schema"
+                raise wrong(name, f"{what}: more than {MOST_SCHEMA_BYTES} bytes of JSON")
         return self
+
+    @property
+    def limit_name(self) -> str:
+        """The name under which the client has bounded the answer."""
+        return "max_tokens" if self.max_tokens else "max_completion_tokens"
 
     @property
     def named_tool(self) -> str | None:
@@ -363,19 +270,81 @@ class ChatBody(Sampled):
             return []
         return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
 
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template gets besides messages and tools."""
+        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
+        return {**effort, **(self.chat_template_kwargs or {})}
+
+
+def as_chat(kind: type[ChatBody], names: Mapping[str, str], **fields: Any) -> ChatBody:
+    """Another request as a chat; `names` are what the client calls the chat's parameters."""
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = str(first["ctx"]["param"] if first["type"] == "refused" else first["loc"][0])
+        raise wrong(names.get(param, param), first["msg"]) from None
+
+
+class TokenizeBody(Body):
+    """The body of /tokenize: a prompt, or messages as a chat has them."""
+
+    model: Label | None = Field(None, description=MODEL)
+    prompt: Text | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="of a prompt; default: true; chat templates bring their own"
+    )
+    add_generation_prompt: bool | None = Field(None, description="of messages; default: true")
+    tools: Tools | None = Field(None, description="of messages")
+    chat_template_kwargs: TemplateKwargs | None = Field(None, description=TEMPLATE)
+    return_token_strs: bool | None = Field(None, description="add the vocabulary's entries")
+    _chat: ChatBody = PrivateAttr()
+
+    @model_validator(mode="after")
+    def _fit_tokenize(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise wrong("prompt", "give one of prompt, messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise wrong("add_special_tokens", "add_special_tokens is for prompts, not messages")
+        for name in ("add_generation_prompt", "tools", "chat_template_kwargs"):
+            if self.messages is None and getattr(self, name) is not None:
+                raise wrong(name, f"{name} is for messages, not prompts")
+        if self.messages is not None:
+            names = ("messages", "tools", "chat_template_kwargs")
+            self._chat = as_chat(ChatBody, {}, **{name: getattr(self, name) for name in names})
+        return self
+
+    @property
+    def chat(self) -> ChatBody:
+        """The chat whose prompt is meant, if there are messages."""
+        return self._chat
+
+
+class DetokenizeBody(Body):
+    """The body of /detokenize."""
+
+    model: Label | None = Field(None, description=MODEL)
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
 
 class WarmBody(Body):
-    """The body of /v1/warm: one of the three."""
+    """The body of /v1/warm: one of text, texts, messages."""
 
-    text: Text | None = None
+    text: Text | None = Field(None, description="the start of later prompts")
     texts: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
-    messages: Messages | None = None
-    anywhere: bool | None = None
-    preface: Text | None = None
-    pin: bool = False
-    ttl_s: Annotated[float, Field(gt=0)] | None = None
-    model: Label | None = Field(None, description="as /v1/models has it; may be left out")
-    tenant: Label | None = Field(None, description="None: that of the API key")
+    messages: Messages | None = Field(None, description="the start of later chats")
+    anywhere: bool | None = Field(
+        None, description="store for approximate reuse at any position, for reuse=auto"
+    )
+    preface: Text | None = Field(None, description="text to encode before each; default: built in")
+    pin: bool = Field(default=False, description="exempt from eviction")
+    ttl_s: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="how long the pin lasts; default: until deleted"
+    )
+    model: Label | None = Field(None, description=MODEL)
+    tenant: Label | None = Field(None, description=TENANT)
 
     @model_validator(mode="after")
     def _fit_warm(self) -> WarmBody:
@@ -385,13 +354,15 @@ class WarmBody(Body):
 
 
 class CacheBody(Body):
-    """Which stored text is meant, for /v1/cache/pin and /v1/cache/delete."""
+    """The cached text to pin or delete: one of text, messages, everything."""
 
     text: Text | None = None
     messages: Messages | None = None
-    everything: bool = Field(default=False, description="all that the tenant has; only to delete")
-    ttl_s: Annotated[float, Field(gt=0)] | None = Field(None, description="only to pin")
-    tenant: Label | None = Field(None, description="None: that of the API key")
+    everything: bool = Field(default=False, description="all of the tenant's text; delete only")
+    ttl_s: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="how long the pin lasts; pin only"
+    )
+    tenant: Label | None = Field(None, description=TENANT)
 
     @model_validator(mode="after")
     def _fit_cache(self) -> CacheBody:

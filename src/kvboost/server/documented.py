@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of responses. Nothing is made from it: tests hold us to it."""
+"""What the OpenAPI document says of responses. Tests compare it with what the server sends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Reason = Literal["stop", "length", "tool_calls"]
 
 
 class Documented(BaseModel):
-    """A part of a response; there are no fields besides those that are named."""
+    """A part of a response, with all of its fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -34,7 +34,7 @@ class ErrorBody(Documented):
 
 
 class Status(Documented):
-    """How the server is."""
+    """The state of the server."""
 
     status: str
 
@@ -58,13 +58,13 @@ class ModelList(Documented):
 
 
 class PromptDetails(Documented):
-    """What became of the prompt tokens."""
+    """How many prompt tokens came from the cache."""
 
     cached_tokens: int
 
 
 class Usage(Documented):
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -73,7 +73,7 @@ class Usage(Documented):
 
 
 class Reuse(Documented):
-    """What was reused for one prompt, and times."""
+    """What was reused for one prompt, and where the time went."""
 
     cached_tokens: int
     exact_tokens: int
@@ -101,7 +101,7 @@ class Reuses(Documented):
 
 
 class Completion(Documented):
-    """The part that both kinds of answers share."""
+    """What both kinds of completions share."""
 
     id: str
     created: int
@@ -111,7 +111,7 @@ class Completion(Documented):
 
 
 class TextLogprobs(Documented):
-    """Tokens of a text, how likely they were, and where they stand."""
+    """Tokens of a text with log probabilities and offsets."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -120,7 +120,7 @@ class TextLogprobs(Documented):
 
 
 class TextChoice(Documented):
-    """One continuation."""
+    """One completion."""
 
     index: int
     text: str
@@ -136,7 +136,7 @@ class TextCompletion(Completion):
 
 
 class Likely(Documented):
-    """A token that could have come."""
+    """A possible token."""
 
     token: str
     logprob: float
@@ -144,27 +144,27 @@ class Likely(Documented):
 
 
 class Said(Likely):
-    """A token that came, and what else could have come."""
+    """An output token and its alternatives."""
 
     top_logprobs: list[Likely]
 
 
 class ChatLogprobs(Documented):
-    """How likely the tokens of a message were."""
+    """Log probabilities of a message's tokens."""
 
     content: list[Said]
     refusal: None
 
 
 class CalledFunction(Documented):
-    """A function and what it is to be called with, as JSON."""
+    """A function and its arguments as JSON."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Documented):
-    """A call that the model wants made."""
+    """A function call by the model."""
 
     id: str
     type: Literal["function"]
@@ -172,7 +172,7 @@ class ToolCall(Documented):
 
 
 class AnswerMessage(Documented):
-    """What the model says."""
+    """The model's message."""
 
     role: Literal["assistant"]
     content: str | None
@@ -194,6 +194,116 @@ class ChatCompletion(Completion):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+
+
+class OutputText(Documented):
+    """Text of the model's message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class OutputMessage(Documented):
+    """A message as an output item."""
+
+    type: Literal["message"]
+    id: str
+    role: Literal["assistant"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[OutputText]
+
+
+class OutputCall(Documented):
+    """A function call as an output item."""
+
+    type: Literal["function_call"]
+    id: str
+    status: Literal["in_progress", "completed"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputDetails(Documented):
+    """How many input tokens came from the cache; writes are not counted by request."""
+
+    cached_tokens: int
+    cache_write_tokens: Literal[0]
+
+
+class OutputDetails(Documented):
+    """Reasoning is part of the text and not counted by itself."""
+
+    reasoning_tokens: Literal[0]
+
+
+class ResponseUsage(Documented):
+    """Token counts of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class ResponseError(Documented):
+    """Why a response failed; in a stream only."""
+
+    code: str
+    message: str
+
+
+class Incomplete(Documented):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class Response(Documented):
+    """The answer of /v1/responses, with what its request asked for."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseError | None
+    incomplete_details: Incomplete | None
+    output: list[OutputMessage | OutputCall]
+    usage: ResponseUsage | None
+    kvboost: Reuses | None
+    instructions: str | None
+    max_output_tokens: int | None
+    temperature: float
+    top_p: float
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any]
+    parallel_tool_calls: bool
+    text: dict[str, Any]
+    reasoning: dict[str, Any]
+    metadata: dict[str, str]
+    truncation: Literal["disabled"]
+    store: Literal[False]
+    background: Literal[False]
+    previous_response_id: None
+
+
+class Tokens(Documented):
+    """The tokens of a prompt or a chat."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Documented):
+    """The text of tokens."""
+
+    prompt: str
 
 
 class Stats(Documented):
@@ -231,19 +341,23 @@ class Pinned(Documented):
 
 
 class Deleted(Documented):
-    """How many chunks were deleted, and the tiers in which some bytes are still to go."""
+    """How many chunks were deleted, and the tiers with deletions still pending."""
 
     num_deleted: int
     pending: list[str]
 
 
 SUCCESSES: dict[str, Any] = {
+    "/": str,
     "/health": Status,
     "/ready": Status,
     "/v1/models": ModelList,
     "/v1/models/{name:path}": ModelCard,
     "/v1/completions": TextCompletion,
     "/v1/chat/completions": ChatCompletion,
+    "/v1/responses": Response,
+    "/tokenize": Tokens,
+    "/detokenize": Detokenized,
     "/metrics": str,
     "/v1/stats": Stats,
     "/v1/warm": WarmResult,
@@ -252,33 +366,41 @@ SUCCESSES: dict[str, Any] = {
     "/v1/cache/delete": Deleted,
 }
 STATUSES = {
-    400: "a parameter is wrong or cannot be applied",
-    401: "no API key, or a wrong one",
-    403: "the API key is not an administrator's, or the host name is not this machine's",
+    400: "a parameter is invalid or not supported",
+    401: "the API key is missing or invalid",
+    403: "the path needs an admin API key, or the host name is not a local one",
     404: "no such path or model",
-    405: "no such method",
+    405: "the path has no such method",
     413: "the body is too large",
-    429: "over the limits of the API key",
-    500: "a fault of the server",
-    503: "the queue is full, or the server shuts down",
-    504: "not done within the deadline",
+    429: "over the rate limit of the API key",
+    500: "internal error",
+    503: "the queue is full, or the server is shutting down",
+    504: "the deadline has passed",
 }
-STREAMS = ("/v1/completions", "/v1/chat/completions")
-EVENT = {
+CHUNK = {
     "type": "object",
     "properties": {
         "event": {"type": "string", "enum": ["message", "error"]},
-        "data": {"type": "string", "description": "a chunk or an error as JSON, or [DONE]"},
+        "data": {"type": "string", "description": "a chunk or an error as JSON, or `[DONE]`"},
     },
     "required": ["data"],
 }
+EVENT = {
+    "type": "object",
+    "properties": {
+        "event": {"type": "string", "pattern": "^response[.]"},
+        "data": {"type": "string", "description": "an event of OpenAI's Responses API as JSON"},
+    },
+    "required": ["event", "data"],
+}
+STREAMS = {"/v1/completions": CHUNK, "/v1/chat/completions": CHUNK, "/v1/responses": EVENT}
 
 
 def responses(path: str) -> dict[int | str, dict[str, Any]]:
     """What a path answers with."""
     told: dict[int | str, dict[str, Any]] = {200: {"model": SUCCESSES[path]}}
     if path in STREAMS:
-        told[200]["content"] = {"text/event-stream": {"itemSchema": EVENT}}  # with stream=true
+        told[200]["content"] = {"text/event-stream": {"itemSchema": STREAMS[path]}}
     for status, text in STATUSES.items():
         told[status] = {"model": ErrorBody, "description": text}
     told["default"] = {"description": "keeps FastAPI's own 422 out"}

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -20,7 +20,7 @@ from kvboost.server.answers import Answers, ClientGone, unless, unless_gone
 from kvboost.server.keys import Caller
 from kvboost.server.plans import Plan
 from kvboost.server.problems import ShuttingDown, internal, problem_of
-from kvboost.server.replies import account, event, headers
+from kvboost.server.replies import account, headers
 
 if TYPE_CHECKING:
     from kvboost.engine.engine import KVBoost
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STALL_S = 60.0  # a reader that takes nothing for so long is cut off
-DONE = b"data: [DONE]\n\n"
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ class Running:
         """Answers that are computed as long as the context lasts, on their caller's account."""
         deadline_s = self._deadline_s - outcome.elapsed_s
         if deadline_s <= 0:
-            raise DeadlineExceeded("not even begun in time")
+            raise DeadlineExceeded("the deadline passed before the request could start")
         caller.charge_tokens(plan.num_tokens)
         answers = Answers()
         num_used = 0
@@ -129,8 +128,9 @@ class Exchange(Response):
     def _whole(self, outcome: Outcome) -> Response:
         plan, answers = self._plan, outcome.completions
         firsts = plan.firsts(answers)
-        body = plan.reply.whole(plan.kept(answers), account(firsts, answers))
-        outcome.finish_reason = str(body["choices"][0]["finish_reason"])
+        kept = plan.kept(answers)
+        body = plan.reply.whole(kept, account(firsts, answers))
+        outcome.finish_reason = plan.reply.finish_reason(*kept[0])
         return JSONResponse(body, headers=headers(firsts))
 
     async def _stream(
@@ -172,8 +172,8 @@ class Exchange(Response):
         plan = self._plan
         whole: dict[int, Completion] = {}
         try:
-            for choice in plan.reply.opening(len(plan.asks)):
-                yield plan.reply.chunk([choice], **self._no_usage)
+            for chunk in plan.reply.begin(len(plan.asks)):
+                yield chunk
             for chunk in self._chunks(*first, whole, outcome):
                 yield chunk
             async for index, each in events:
@@ -183,9 +183,8 @@ class Exchange(Response):
             yield self._told(error, outcome)
             return
         answers = [whole[index] for index in sorted(whole)]
-        if plan.has_usage:
-            yield plan.reply.chunk([], **account(plan.firsts(answers), answers))
-        yield DONE
+        for chunk in plan.reply.end(account(plan.firsts(answers), answers)):
+            yield chunk
 
     def _chunks(
         self,
@@ -203,11 +202,7 @@ class Exchange(Response):
             choices = reply.ending(index, each)
         for choice in choices:
             outcome.finish_reason = choice["finish_reason"] or outcome.finish_reason
-            yield reply.chunk([choice], **self._no_usage)
-
-    @property
-    def _no_usage(self) -> dict[str, Any]:
-        return {"usage": None} if self._plan.has_usage else {}
+            yield from reply.events(choice)
 
     def _told(self, error: Exception, outcome: Outcome) -> bytes:
         problem = problem_of(error)
@@ -215,4 +210,4 @@ class Exchange(Response):
             log.error("request %s failed", outcome.request_id, exc_info=error)
             problem = internal(outcome.request_id)
         outcome.error = problem.code or problem.kind
-        return b"event: error\n" + event(problem.body)
+        return self._plan.reply.fail(problem.body)

@@ -20,7 +20,8 @@ from kvboost.server.telemetry import RequestRecord, Telemetry
 REQUEST_ID = "x-request-id"
 SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 PORT = re.compile(r":[0-9]*$")
-OPEN_PATHS = ("/health", "/ready", "/openapi.json")  # need no key
+DOCS = "/docs"
+OPEN_PATHS = ("/", "/health", "/ready", "/openapi.json", DOCS)  # need no key
 UNOBSERVED = ("/health", "/ready", "/metrics")
 CLIENT_GONE = 499  # as other servers log it; nobody receives it
 
@@ -90,7 +91,7 @@ class Gate:
         anybody = not self._keys and not self._options.allow_anonymous
         if anybody and not is_loopback(host):
             # A web page whose name was made to mean this machine would call under its own name.
-            reason = f"host {host!r}: without API keys only this machine is served"
+            reason = f"host {host!r}: without API keys, only local clients are served"
             raise Problem(403, reason, code="wrong_host")
         if scope["path"] in OPEN_PATHS:
             return
@@ -122,7 +123,7 @@ class Gate:
         return counted
 
     def _too_large(self) -> Problem:
-        reason = f"the body is above {self._options.max_body_bytes} bytes"
+        reason = f"the body has more than {self._options.max_body_bytes} bytes"
         return Problem(413, reason, code="body_too_large")
 
     def _record(

@@ -84,7 +84,7 @@ class Grammars:
                 continue
             schema = function.get("parameters") or NO_PARAMETERS
             if not isinstance(schema, Mapping) or schema.get("type") != "object":
-                raise ConfigError(f"the parameters of {function['name']} are not of type object")
+                raise ConfigError(f"the parameters of {function['name']} must have type object")
             head = f'{OPEN}\n{{"name": {_json(function["name"])}, "arguments": '
             rules.append(f"{_json(head)} @part{len(rules)} {_json('}' + chr(10) + CLOSE)}")
             schemas.append(schema)
@@ -137,24 +137,24 @@ def check_schema(schema: object) -> None:
     for _ in range(MAX_DEPTH):
         level = [entry for key, part in level for entry in _entries(key, part)]
     if level:
-        raise ConfigError(f"schema: more than {MAX_DEPTH} levels within each other")
+        raise ConfigError(f"schema: more than {MAX_DEPTH} nested levels")
     try:
         size_bytes = len(_json(schema).encode())
     except (TypeError, ValueError) as error:
         raise ConfigError(f"schema: not JSON: {error}") from error
     if size_bytes > MAX_SCHEMA_BYTES:
-        raise ConfigError(f"schema: {size_bytes} bytes, at most {MAX_SCHEMA_BYTES}")
+        raise ConfigError(f"schema: {size_bytes} bytes; the limit is {MAX_SCHEMA_BYTES}")
 
 
 def _entries(key: str, part: object) -> Iterable[tuple[str, object]]:
     """What a list or object holds, each with the keyword that it stands under."""
     if isinstance(part, int) and key in ("const", "enum") and abs(part) > 2**53:
-        raise ConfigError(f"schema: {key} has {part}, integers above 2^53 lose digits")
+        raise ConfigError(f"schema: {key} has {part}; integers above 2^53 lose digits")
     if not isinstance(part, Mapping | list):
         return ()
     most = MAX_BRANCHES if key in ("allOf", "anyOf", "oneOf") else MAX_ENTRIES
     if len(part) > most:
-        raise ConfigError(f"schema: {key or 'a list'} of {len(part)}, at most {most}")
+        raise ConfigError(f"schema: {key or 'a list'} has {len(part)} entries; the limit is {most}")
     return part.items() if isinstance(part, Mapping) else [(key, each) for each in part]
 
 
@@ -186,7 +186,7 @@ def _check(matcher: LLMatcher) -> None:
         # It may show a whole pattern, or advise options that clients do not have.
         reason = matcher.get_error().removesuffix("<non-verbose/>").strip()
         reason = reason.rpartition("\nerror: ")[2].partition(". Enable")[0][:500]
-        reason = "nothing fits it" if "NoExtension" in reason else reason
+        reason = "nothing can match it" if "NoExtension" in reason else reason
         raise ConfigError(f"schema: {reason}")
 
 

@@ -76,15 +76,15 @@ class Caller:
         """Count a request, or refuse it."""
         wait_s = self.requests.take(1) if self.requests else 0.0
         if self.requests and wait_s:
-            raise _over(f"{self.requests.per_minute} requests a minute", "requests", wait_s)
+            raise _over(f"{self.requests.per_minute} requests per minute", "requests", wait_s)
 
     def charge_tokens(self, num_tokens: int) -> None:
         """Set tokens aside for a request, or refuse it."""
         wait_s = self.tokens.take(num_tokens) if self.tokens else 0.0
         if self.tokens and wait_s:
-            limit = f"{self.tokens.per_minute} tokens a minute, {num_tokens} asked for at once"
+            limit = f"{self.tokens.per_minute} tokens per minute; this request needs {num_tokens}"
             if num_tokens > self.tokens.per_minute:  # to try again would never help
-                raise _over(f"{limit}; ask for less, for example with max_tokens", "tokens", None)
+                raise _over(f"{limit}: shorten it or lower max_tokens", "tokens", None)
             raise _over(limit, "tokens", wait_s)
 
     def give_back_tokens(self, num_tokens: int) -> None:
@@ -124,8 +124,8 @@ class KeyRing:
             if hmac.compare_digest(known, digest):
                 found = caller
         if found is None or scheme.lower() != "bearer":
-            reason = "wrong API key" if authorization else "an API key is needed"
-            raise Problem(401, f"{reason} (Authorization: Bearer ...)", code="invalid_api_key")
+            reason = "invalid API key" if authorization else "missing API key"
+            raise Problem(401, f"{reason} (Authorization: Bearer KEY)", code="invalid_api_key")
         return found
 
 
@@ -191,7 +191,7 @@ def _caller(key: dict[str, Any], clock: Callable[[], float]) -> Caller:
 
 
 def _over(limit: str, kind: str, wait_s: float | None) -> Problem:
-    message = f"over the limit of this key: {limit}"
+    message = f"rate limit of this API key: {limit}"
     # OpenAI's clients try a 429 again unless they are told so.
     headers = {"X-Should-Retry": "false"} if wait_s is None else None
     code = "rate_limit_exceeded"

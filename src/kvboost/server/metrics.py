@@ -58,15 +58,15 @@ REQUESTS = Metric(
 FINISHED = Metric(
     "kvboost_finished_total",
     "counter",
-    "Requests by how they ended: stop, length, tool_calls, cancelled, or the name of the error",
+    "Requests by outcome: stop, length, tool_calls, cancelled or the error code",
     ("reason",),
 )
 TENANT_REQUESTS = Metric(
     "kvboost_tenant_requests_total", "counter", "HTTP requests answered, by tenant", ("tenant",)
 )
-GENERATED_TOKENS = Metric("kvboost_generated_tokens_total", "counter", "Tokens of answers")
+GENERATED_TOKENS = Metric("kvboost_generated_tokens_total", "counter", "Output tokens")
 TENANT_GENERATED_TOKENS = Metric(
-    "kvboost_tenant_generated_tokens_total", "counter", "Tokens of answers, by tenant", ("tenant",)
+    "kvboost_tenant_generated_tokens_total", "counter", "Output tokens, by tenant", ("tenant",)
 )
 REQUEST_SECONDS = Metric(
     "kvboost_request_seconds",
@@ -78,19 +78,19 @@ REQUEST_SECONDS = Metric(
 FIRST_TOKEN_SECONDS = Metric(
     "kvboost_time_to_first_token_seconds",
     "histogram",
-    "From the call of the engine to the first token: queue, lookup, load and prefill",
+    "Time to first token: queue, lookup, load and prefill",
     buckets=FIRST_TOKEN_S,
 )
 INTER_TOKEN_SECONDS = Metric(
     "kvboost_inter_token_seconds",
     "histogram",
-    "Between a token and the next one of the same answer",
+    "Inter-token latency: between two output tokens of an answer",
     buckets=INTER_TOKEN_S,
 )
 PHASE_SECONDS = Metric(
     "kvboost_phase_seconds",
     "histogram",
-    "Where the time of answers went: queue, lookup, load, prefill (with repair), decode",
+    "Time by phase: queue, lookup, load, prefill (with repair), decode",
     ("phase",),
     PHASE_S,
 )
@@ -183,41 +183,40 @@ READINGS = (
         "version",
         "model",
     ),
-    _gauge("running_requests", "Requests in the batch now", _of_batch("num_running")),
-    _gauge("running_requests_limit", "Requests that fit in the batch", _of_batch("max_batch_size")),
-    _gauge("waiting_requests", "Requests in the queue now", _of_batch("num_waiting")),
-    _gauge("waiting_requests_limit", "Requests that fit in the queue", _of_batch("max_queue_size")),
+    _gauge("running_requests", "Running requests", _of_batch("num_running")),
+    _gauge("running_requests_limit", "Limit of running requests", _of_batch("max_batch_size")),
+    _gauge("waiting_requests", "Queued requests", _of_batch("num_waiting")),
+    _gauge("waiting_requests_limit", "Limit of queued requests", _of_batch("max_queue_size")),
     _gauge(
-        "mean_batch_size", "Requests in a step, mean since the start", _of_batch("mean_batch_size")
+        "mean_batch_size", "Mean requests per step since the start", _of_batch("mean_batch_size")
     ),
     _counter("steps", "Steps of the batch", _of_batch("num_steps")),
-    _gauge("working_kv_bytes", "K/V of the requests in the batch", _of_batch("kv_bytes")),
+    _gauge("working_kv_bytes", "Bytes of K/V of running requests", _of_batch("kv_bytes")),
     _gauge("working_kv_tokens", "Tokens in the K/V of the batch", _of_batch("kv_tokens")),
     _gauge(
         "working_kv_tokens_limit",
-        "Tokens that fit in the K/V of the batch",
+        "Limit of tokens in the K/V of the batch",
         _of_batch("kv_capacity_tokens"),
     ),
     _counter(
         "prompt_tokens",
-        "Prompt tokens: stored with the same text before them (exact), with other text (moved), "
-        "or not stored (miss)",
+        "Prompt tokens reused exactly (exact), reused as moved text (moved) or not found (miss)",
         _prompt_tokens,
         "kind",
     ),
     _engine_counter("repaired_tokens"),
     _engine_counter("warmed_tokens"),
-    _counter("chunks", "Chunks that were looked for", _chunks, "kind"),
+    _counter("chunks", "Chunks looked up", _chunks, "kind"),
     _engine_counter("stored_chunks"),
     _engine_counter("evicted_chunks"),
     _engine_counter("loaded_chunks"),
     _engine_counter("damaged_frames"),
     _engine_counter("foreign_frames"),
     _engine_counter("audits"),
-    _gauge("audit_kl", "Mean KL of recent audits of the worst tenant", _worst_kl),
+    _gauge("audit_kl", "Mean KL divergence of the worst tenant's recent audits", _worst_kl),
     _gauge(
         "tenants_without_moved_text",
-        "Tenants for whom audits have ended the reuse of moved text",
+        "Tenants that the guardrail has set back to exact reuse",
         _without_moved,
     ),
     _gauge("tier_up", "1 while the tier works", _of_tiers("is_up"), "tier"),
@@ -225,7 +224,7 @@ READINGS = (
     _gauge("tier_bytes", "Bytes in the tier, if known", _of_tiers("size_bytes"), "tier"),
     _gauge(
         "tier_bytes_limit",
-        "Bytes that the tier may hold; 0: no limit of ours",
+        "Budget of the tier in bytes; 0: none set here",
         _of_tiers("budget_bytes"),
         "tier",
     ),
@@ -236,14 +235,14 @@ READINGS = (
     _counter(
         "tier_faults", "Failures and timeouts, which became misses", _of_tiers("faults"), "tier"
     ),
-    _gauge("pinned_chunks", "Chunks in memory that may not leave", _of_cache("pinned_chunks")),
+    _gauge("pinned_chunks", "Pinned chunks in memory", _of_cache("pinned_chunks")),
     _gauge("index_bytes", "Memory of the index of stored chunks", _index_bytes),
     _counter(
         "tenant_prompt_tokens", "Prompt tokens by tenant", _tokens_of("tenants"), "tenant", "kind"
     ),
     _counter(
         "adapter_prompt_tokens",
-        "Prompt tokens by adapter; that of the base model has no name",
+        "Prompt tokens by adapter; empty for the base model",
         _tokens_of("adapters"),
         "adapter",
         "kind",

@@ -20,73 +20,99 @@ from kvboost.errors import ConfigError
 from kvboost.server.logs import LogStyle
 
 PREFIX = "KVBOOST_"
+ABOUT = (
+    "Serve a model with an OpenAI-compatible API. Options come from flags, KVBOOST_* variables "
+    "or the --config file, in this order of precedence."
+)
 WORDS = {"true": True, "yes": True, "on": True, "1": True} | {
     "false": False, "no": False, "off": False, "0": False
 }  # fmt: skip
+UNITS = {"_bytes": "SIZE", "_s": "SECONDS", "_ms": "MS", "_ratio": "SHARE", "_quota": "SHARE"}
+METAVARS = {
+    "model": "MODEL",
+    "gguf_file": "FILE",
+    "adapter": "NAME=MODEL",
+    "host": "ADDRESS",
+    "port": "PORT",
+    "device": "DEVICE",
+    "warm": "FILE",
+    "api_keys": "FILE",
+    "cors_origin": "ORIGIN",
+    "quality_budget": "KL",
+    "kv_cache_bits": "BITS",
+    "disk_cache_dir": "FOLDER",
+    "cache_url": "URL",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """What `kvboost serve` takes besides the engine's options."""
 
-    model: str = field(default="", metadata=about("name, folder or GGUF file of the model"))
+    model: str = field(
+        default="", metadata=about("hub name, folder or GGUF file of the model (required)")
+    )
     gguf_file: str | None = field(
-        default=None, metadata=about("GGUF file in the folder or repository of --model")
+        default=None, metadata=about("GGUF file inside the folder or repository of --model")
     )
     served_model_name: str | None = field(
-        default=None, metadata=about("its name for clients; None: the last part of --model")
+        default=None, metadata=about("model name for clients; default: the last part of --model")
     )
     adapter: tuple[str, ...] = field(
         default=(),
-        metadata=about("PEFT adapter: NAME=FOLDER or NAME=HUB_NAME; clients choose it as a model"),
+        metadata=about("PEFT adapter (folder or hub name); clients select it as a model by NAME"),
     )
-    host: str = field(default="127.0.0.1", metadata=about("address to listen at"))
+    host: str = field(default="127.0.0.1", metadata=about("address to listen on"))
     port: int = field(
-        default=8000, metadata=about("port to listen at; 0: any free one", low=0, high=65535)
+        default=8000, metadata=about("port to listen on; 0: any free port", low=0, high=65535)
     )
     device: str | None = field(
-        default=None, metadata=about("cpu, cuda, cuda:1 ...; None: a GPU if there is one")
+        default=None, metadata=about("cpu, cuda, cuda:1 ...; default: a GPU if there is one")
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata=about("of the weights; 'auto': as they are stored")
+        default="auto", metadata=about("dtype of the weights; auto: as stored")
     )
     max_weight_bytes: int | None = field(
         default=None,
-        metadata=about("weights in memory at a time; the rest is read as needed", low=1),
+        metadata=about("budget for weights in memory; the rest is read layer by layer", low=1),
     )
     warm: tuple[str, ...] = field(
-        default=(), metadata=about("file whose text is read before the first request")
+        default=(), metadata=about("text file to prefill and store before the first request")
     )
     workers: int = field(
-        default=1, metadata=about("processes; only 1: one process owns the model", low=1)
+        default=1, metadata=about("only 1: a single process owns the model", low=1)
     )
     api_keys: str | None = field(
-        default=None, metadata=about("file of API keys, made with `kvboost keys new`")
+        default=None, metadata=about("file with API keys, made with `kvboost keys new`")
     )
     allow_anonymous: bool = field(
         default=False,
-        metadata=about("serve anybody although there are no API keys; nobody administrates"),
+        metadata=about("accept clients of other machines without API keys; disables admin paths"),
     )
     cors_origin: tuple[str, ...] = field(
-        default=(), metadata=about("origin whose web pages may call this server")
+        default=(), metadata=about("origin of web pages that may call this server")
+    )
+    docs: bool = field(
+        default=False,
+        metadata=about("interactive API docs at /docs (the page loads scripts from a CDN)"),
     )
     max_body_bytes: int = field(
-        default=8 * MIB, metadata=about("size of a request's body at most", low=1)
+        default=8 * MIB, metadata=about("largest request body accepted", low=1)
     )
     max_prompt_tokens: int | None = field(
-        default=None, metadata=about("tokens of a prompt at most; None: what fits", low=1)
+        default=None, metadata=about("longest prompt; default: what the context holds", low=1)
     )
-    max_new_tokens: int = field(default=4096, metadata=about("tokens of an answer at most", low=1))
+    max_new_tokens: int = field(default=4096, metadata=about("most output tokens", low=1))
     request_deadline_s: float = field(
-        default=600.0, metadata=about("seconds after which a request is given up", low=0.001)
+        default=600.0, metadata=about("time limit of a request", low=0.001)
     )
     drain_s: float = field(
         default=30.0,
-        metadata=about("seconds that running requests have left after SIGTERM", low=0.0),
+        metadata=about("time for running requests to finish at shutdown", low=0.0),
     )
     log_format: LogStyle = field(
         default="auto",
-        metadata=about("of the log on standard error; 'auto': text on a terminal, else json"),
+        metadata=about("log format; auto: text on a terminal, else json"),
     )
 
     def __post_init__(self) -> None:
@@ -95,7 +121,7 @@ class ServerOptions:
             object.__setattr__(self, each.name, value)
             _check_text(each.name, hint, value)
         if not self.model:
-            raise ConfigError("model='': expected the name or folder of a model (--model)")
+            raise ConfigError("model='': expected a hub name, folder or GGUF file (--model)")
         names = [self.model_name, *(each.partition("=")[0] for each in self.adapter)]
         are_pairs = all(re.fullmatch("[^=]+=.+", each) for each in self.adapter)
         if not are_pairs or len({*names}) < len(names):
@@ -103,11 +129,11 @@ class ServerOptions:
         if self.workers != 1:
             raise ConfigError(
                 f"workers={self.workers}: expected 1, because one process owns the model and "
-                "batches all requests; for more, start several servers behind a balancer"
+                "batches all requests; to scale out, run several servers behind a load balancer"
             )
         if not (self.api_keys or self.allow_anonymous or self.is_local):
             raise ConfigError(
-                f"host={self.host!r}: without --api-keys, other machines are served only with "
+                f"host={self.host!r}: without --api-keys, clients of other machines need "
                 "--allow-anonymous"
             )
 
@@ -139,17 +165,22 @@ def is_loopback(host: str) -> bool:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give a parser a flag for every option; what is not given is not in its result."""
     parser.usage = "%(prog)s --model MODEL [options]"
-    parser.add_argument("--config", default=argparse.SUPPRESS, help="TOML file with options")
+    parser.add_argument(
+        "--config",
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help=f"TOML file with options ({PREFIX}CONFIG)",
+    )
     for title, options in (("server", ServerOptions), ("engine", Options)):
         group = parser.add_argument_group(title)
         for each, hint in _fields(options):
             given: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(each, hint)}
             if hint is bool:
                 given["action"] = argparse.BooleanOptionalAction
-            elif get_origin(hint) is tuple:
-                given |= {"action": "append", "metavar": "VALUE"}
             else:
-                given["metavar"] = "SIZE" if each.name.endswith("_bytes") else "VALUE"
+                given["metavar"] = _metavar(each.name, hint)
+            if get_origin(hint) is tuple:
+                given["action"] = "append"
             group.add_argument(_flag(each.name), **given)
 
 
@@ -159,7 +190,7 @@ def read_options(
     """The options of the server and of its engine, from all sources.
 
     Raises:
-        ConfigError: an unknown name or a wrong value; the message says where it stands.
+        ConfigError: an unknown name or a wrong value; the message says where it was set.
     """
     hints = {each.name: hint for kind in KINDS for each, hint in _fields(kind)}
     found: dict[str, tuple[Any, str]] = {}  # value as written, where
@@ -177,7 +208,9 @@ def read_options(
         try:
             made.append(kind(**own))
         except ConfigError as error:
-            places = [f"{n} is from {at}" for n, (_, at) in found.items() if f"{n}=" in str(error)]
+            places = [
+                f"{n} was set by {at}" for n, (_, at) in found.items() if f"{n}=" in str(error)
+            ]
             raise ConfigError("; ".join([str(error), *places])) from None
     return made[0], made[1]
 
@@ -203,15 +236,22 @@ def _variable(name: str) -> str:
     return PREFIX + name.upper()
 
 
+def _metavar(name: str, hint: Any) -> str:
+    """What stands for an option's value in the help."""
+    if get_origin(hint) is Literal:
+        return "{" + ",".join(get_args(hint)) + "}"
+    by_unit = (unit for suffix, unit in UNITS.items() if name.endswith(suffix))
+    by_type = {int: "N", float: "X"}.get(hint, "NAME")
+    return METAVARS.get(name) or next(by_unit, by_type)
+
+
 def _help(each: dataclasses.Field[Any], hint: Any) -> str:
     default = each.default
     if each.name.endswith("_bytes") and isinstance(default, int):
         default = f"{default // MIB}MiB"
     notes = [_variable(each.name)]
-    if get_origin(hint) is Literal:
-        notes.insert(0, "one of " + ", ".join(get_args(hint)))
     if get_origin(hint) is tuple:
-        notes.insert(0, "may be repeated")
+        notes.insert(0, "repeatable")
     elif default not in (None, ""):
         notes.insert(0, f"default: {default}")
     return f"{each.metadata['help']} ({'; '.join(notes)})".replace("%", "%%")
@@ -235,7 +275,7 @@ def _from_file(path: str, known: Mapping[str, Any]) -> dict[str, tuple[Any, str]
 
 
 def _value(hint: Any, written: Any) -> Any:
-    """What was written, in the option's type; as it is where that fails: checks will tell."""
+    """What was written, in the option's type; unchanged where that fails: checks will refuse it."""
     if get_origin(hint) is tuple:
         several = written.split() if isinstance(written, str) else written
         return tuple(several) if isinstance(several, list) else several
@@ -257,7 +297,7 @@ def _check_text(name: str, hint: Any, value: Any) -> None:
     if get_origin(hint) is Literal and value not in get_args(hint):
         raise ConfigError(f"{name}={value!r}: expected one of {', '.join(get_args(hint))}")
     if hint is str and value is not None and not isinstance(value, str):
-        raise ConfigError(f"{name}={value!r}: expected a text")
+        raise ConfigError(f"{name}={value!r}: expected a string")
     is_list = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
     if get_origin(hint) is tuple and not is_list:
-        raise ConfigError(f"{name}={value!r}: expected a list of texts")
+        raise ConfigError(f"{name}={value!r}: expected a list of strings")

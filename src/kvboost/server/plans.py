@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -19,15 +20,17 @@ from kvboost.server.bodies import (
     CacheBody,
     ChatBody,
     CompletionBody,
-    Message,
-    ObjectFormat,
+    DetokenizeBody,
     Sampled,
-    SchemaFormat,
+    TokenizeBody,
     WarmBody,
 )
+from kvboost.server.messages import Message, ObjectFormat, SchemaFormat
 from kvboost.server.options import ServerOptions
 from kvboost.server.problems import Problem, refused
 from kvboost.server.replies import ChatReply, CompletionReply, Reply
+from kvboost.server.response_events import ResponseReply
+from kvboost.server.responses import ResponsesBody
 from kvboost.server.tools import prepare
 
 if TYPE_CHECKING:
@@ -35,7 +38,9 @@ if TYPE_CHECKING:
 
 COMPLETION_TOKENS = 16  # of an answer, where a client of /v1/completions names no limit
 TOKEN_ID = re.compile("[0-9]{1,10}")
-LEAST_TOP_P = 1e-6  # the likeliest token always stays
+LEAST_TOP_P = 1e-6  # the most likely token always stays
+# A template is a program, whose variables come from clients.
+TEMPLATE_FAULTS = (TemplateError, ValueError, TypeError, LookupError, ArithmeticError)
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Served:
             return None
         if name not in self.adapters:
             known = ", ".join(map(repr, (self.name, *self.adapters)))
-            reason = f"the model {name!r} does not exist; this server has {known}"
+            reason = f"the model {name!r} does not exist; available: {known}"
             raise Problem(404, reason, param="model", code="model_not_found")
         return name
 
@@ -72,7 +77,6 @@ class Plan:
     num_kept: int  # of which these are returned
     reply: Reply
     is_stream: bool
-    has_usage: bool
 
     @property
     def prompt_tokens(self) -> int:
@@ -89,7 +93,7 @@ class Plan:
         return each[:: self.num_each]
 
     def kept(self, answers: Sequence[Completion]) -> list[tuple[int, Completion]]:
-        """The answers that are returned, numbered: all, or the likeliest for each prompt."""
+        """The answers that are returned, numbered: all, or the most likely for each prompt."""
         if self.num_kept == self.num_each:
             return list(enumerate(answers))
         best: list[Completion] = []
@@ -109,6 +113,9 @@ class Planner:
         self._options = options
         self._model = model
         self._grammars = grammars
+        # Arguments of the function that renders: no variables of a template.
+        given = inspect.signature(tokenizer.apply_chat_template).parameters
+        self._reserved = {"self", "messages", "tokenizer", *given}
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)  # characters
 
     def completion(self, body: CompletionBody) -> Plan:
@@ -130,8 +137,12 @@ class Planner:
             asks += self._asks(body, tokens, num_new, [None] * num_each, top_logprobs)
             written = prompt if isinstance(prompt, str) else self._tokenizer.decode(tokens)
             echoes += [written if body.echo else ""] * num_kept
-        has_logprobs = body.logprobs is not None
-        reply = CompletionReply(adapter or self._model.name, echoes, has_logprobs=has_logprobs)
+        reply = CompletionReply(
+            adapter or self._model.name,
+            echoes,
+            has_logprobs=body.logprobs is not None,
+            has_usage=body.has_usage,
+        )
         return self._plan(body, asks, num_each, num_kept, reply)
 
     def grammars(self, body: ChatBody) -> list[Grammar | None]:
@@ -142,17 +153,49 @@ class Planner:
         """The plan of /v1/chat/completions."""
         adapter = self._model.adapter(body.model)
         tokens = self._chat_tokens(body)
-        name = "max_tokens" if body.max_tokens else "max_completion_tokens"
-        num_new = self._room(tokens, body.max_tokens or body.max_completion_tokens, name)
+        wanted = body.max_tokens or body.max_completion_tokens
+        num_new = self._room(tokens, wanted, body.limit_name)
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         reply = ChatReply(
             adapter or self._model.name,
             has_logprobs=bool(body.logprobs),
             has_tools=bool(body.active_tools),
             is_parallel=body.parallel_tool_calls is not False,
+            has_usage=body.has_usage,
         )
         asks = self._asks(body, tokens, num_new, grammars, top_logprobs)
         return self._plan(body, asks, len(grammars), len(grammars), reply)
+
+    def response(
+        self, body: ResponsesBody, chat: ChatBody, grammars: Sequence[Grammar | None]
+    ) -> Plan:
+        """The plan of /v1/responses: that of the chat, told in other events."""
+        plan = self.chat(chat, grammars)
+        return replace(plan, reply=ResponseReply(plan.reply, body))
+
+    def tokenized(self, body: TokenizeBody) -> dict[str, Any]:
+        """The answer of /tokenize; the prompt may be longer than the context."""
+        self._model.adapter(body.model)
+        if body.prompt is None:
+            is_open = body.add_generation_prompt is not False
+            tokens = self._chat_tokens(body.chat, add_generation_prompt=is_open)
+        else:
+            self._check_size(body.prompt)
+            special = body.add_special_tokens is not False
+            tokens = list(self._tokenizer(body.prompt, add_special_tokens=special).input_ids)
+        entries = self._tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        return {
+            "count": len(tokens),
+            "max_model_len": self._model.context_tokens,
+            "tokens": tokens,
+            "token_strs": entries,
+        }
+
+    def detokenized(self, body: DetokenizeBody) -> dict[str, Any]:
+        """The answer of /detokenize."""
+        self._model.adapter(body.model)
+        self._check_fits(body.tokens, param="tokens")
+        return {"prompt": self._tokenizer.decode(body.tokens)}
 
     def stored(self, body: CacheBody) -> list[int]:
         """The tokens whose K/V is meant."""
@@ -180,14 +223,13 @@ class Planner:
     ) -> Plan:
         most = self._model.most_answers
         if most is not None and len(asks) > most:
-            raise refused(f"{len(asks)} answers at once: there is room for {most}", "n")
+            raise refused(f"{len(asks)} answers at once; the limit is {most}", "n")
         return Plan(
             asks=tuple(asks),
             num_each=num_each,
             num_kept=num_kept,
             reply=reply,
             is_stream=bool(body.stream),
-            has_usage=body.stream_options is not None and body.stream_options.include_usage,
         )
 
     def _asks(
@@ -225,10 +267,14 @@ class Planner:
             for number, grammar in enumerate(grammars)
         ]
 
-    def _chat_tokens(self, body: ChatBody) -> list[int]:
+    def _chat_tokens(self, body: ChatBody, *, add_generation_prompt: bool = True) -> list[int]:
         choice = body.named_tool or body.tool_choice or "auto"
         ready = prepare(_plain(body.messages), body.active_tools, choice, self._tokenizer)
-        arguments = {"add_generation_prompt": True, **ready.arguments}
+        variables = body.template_variables
+        for name in variables.keys() & self._reserved:
+            raise refused(f"{name!r} is set by the server", "chat_template_kwargs")
+        arguments = {**variables, **ready.arguments}
+        arguments["add_generation_prompt"] = add_generation_prompt
         return self._rendered(ready.messages, body.documents or (), **arguments)
 
     def _rendered(
@@ -239,8 +285,8 @@ class Planner:
             return chat_tokens(messages, self._tokenizer, documents, **arguments)
         except ConfigError:
             raise
-        except (TemplateError, ValueError, TypeError) as error:
-            reason = f"the model's chat template does not take these messages: {error}"
+        except TEMPLATE_FAULTS as error:
+            reason = f"the model's chat template cannot render this chat: {error}"
             raise Problem(400, reason, param="messages", code="invalid_value") from None
 
     def _grammar(self, body: ChatBody) -> Grammar | None:
@@ -256,7 +302,7 @@ class Planner:
         """How many tokens an answer may have."""
         most = self._options.max_new_tokens
         if wanted is not None and wanted > most:
-            raise refused(f"{param}={wanted}: at most {most} are allowed", param)
+            raise refused(f"{param}={wanted}: the limit is {most}", param)
         self._check_fits(tokens, wanted)
         if wanted or self._model.context_tokens is None:
             return wanted or most
@@ -267,26 +313,30 @@ class Planner:
         num_chars = sum(map(len, texts))
         context = self._model.context_tokens
         if context is not None and num_chars > context * self._longest_token:
-            reason = f"the prompt has {num_chars} characters, the model's context {context} tokens"
-            raise _too_long(reason)
+            raise _too_long(
+                f"the prompt has {num_chars} characters; the model's context has {context} tokens"
+            )
 
-    def _check_fits(self, tokens: Sequence[int], wanted: int | None = None) -> None:
+    def _check_fits(
+        self, tokens: Sequence[int], wanted: int | None = None, param: str = "prompt"
+    ) -> None:
         num_prompt = len(tokens)
         if max(tokens, default=0) >= self._model.vocab_size:
-            raise refused(f"token {max(tokens)} is not in the vocabulary", "prompt")
+            raise refused(f"token {max(tokens)} is not in the vocabulary", param)
         longest, context = self._options.max_prompt_tokens, self._model.context_tokens
         if longest is not None and num_prompt > longest:
-            raise _too_long(f"the prompt has {num_prompt} tokens, at most {longest} are allowed")
+            raise _too_long(f"the prompt has {num_prompt} tokens; the limit is {longest}")
         if context is not None and num_prompt + (wanted or 1) > context:
-            asked = f" and {wanted} new ones" if wanted else ""
-            reason = f"the prompt has {num_prompt} tokens{asked}, the model's context {context}"
-            raise _too_long(reason)
+            asked = f" and {wanted} are to be generated" if wanted else ""
+            raise _too_long(
+                f"the prompt has {num_prompt} tokens{asked}; the model's context has {context}"
+            )
 
     def _bias(self, written: dict[str, float]) -> dict[int, float]:
         bias = {}
         for name, value in written.items():
             if not (TOKEN_ID.fullmatch(name) and int(name) < self._model.vocab_size):
-                raise refused(f"logit_bias: {name!r} is not a token id", "logit_bias")
+                raise refused(f"logit_bias: {name!r} is not a token of this model", "logit_bias")
             bias[int(name)] = value
         return bias
 

@@ -1,4 +1,4 @@
-"""What goes wrong, in the shape of OpenAI's errors: {"error": {message, type, param, code}}."""
+"""Errors in OpenAI's shape: {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RETRY_QUEUE_S = 1.0
 
 
 class Problem(HTTPException):
-    """A request that cannot be answered, and what its client is told."""
+    """A refused or failed request: its status and error body."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Problem(HTTPException):
 
 
 class ShuttingDown(KVBoostError):
-    """The server ends; other servers may answer."""
+    """The server is shutting down; another one may answer."""
 
 
 def refused(message: str, param: str | None = None) -> Problem:
@@ -69,7 +69,7 @@ def refused(message: str, param: str | None = None) -> Problem:
 
 def internal(request_id: str) -> Problem:
     """A fault of ours: the client learns where to find it in the log, and no more."""
-    return Problem(500, f"internal error; request id {request_id}", code="internal_error")
+    return Problem(500, f"internal error (request id {request_id})", code="internal_error")
 
 
 def problem_of(error: BaseException) -> Problem | None:
@@ -94,7 +94,7 @@ def invalid(errors: Sequence[Mapping[str, Any]], body: type[BaseModel] | None) -
     first = errors[0]
     path = [each for each in first["loc"][1:] if _is_name(each)]
     if first["type"] == "json_invalid":
-        return Problem(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
+        return Problem(400, f"invalid JSON: {first['ctx']['error']}", code="invalid_json")
     if first["type"] == "refused":
         param = ".".join(map(str, [*path, first["ctx"]["param"]]))
         return Problem(400, first["msg"], param=param, code="invalid_value")

@@ -15,17 +15,60 @@ from kvboost.server.tools import ToolCall, ToolReader
 
 Json = dict[str, Any]
 PART = "\N{REPLACEMENT CHARACTER}"  # what tokenizers make of a part of a character
+DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have
 
 
 class Reply(ABC):
-    """The response to one request, of which several answers may be the choices."""
+    """The response to one request, whole or as the events of a stream."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+
+    @abstractmethod
+    def whole(self, kept: Sequence[tuple[int, Completion]], account: Json) -> Json:
+        """The response; `kept` are the answers with their numbers, `account` ends it."""
+
+    @abstractmethod
+    def begin(self, num_answers: int) -> Iterator[bytes]:
+        """The first events of a stream."""
+
+    @abstractmethod
+    def piece(self, index: int, delta: Delta) -> Iterator[Json]:
+        """What came new of an answer, as choices."""
+
+    @abstractmethod
+    def ending(self, index: int, answer: Completion) -> Iterator[Json]:
+        """The end of an answer, as choices."""
+
+    @abstractmethod
+    def events(self, choice: Json) -> Iterator[bytes]:
+        """The events of a choice."""
+
+    @abstractmethod
+    def end(self, account: Json) -> Iterator[bytes]:
+        """The last events of a stream."""
+
+    @abstractmethod
+    def fail(self, error: Json) -> bytes:
+        """The event that ends a stream with OpenAI's error body."""
+
+    def finish_reason(self, index: int, answer: Completion) -> str:
+        """Why an answer ended, in OpenAI's words."""
+        return answer.finish_reason
+
+
+class ChoicesReply(Reply):
+    """The shape that both kinds of completions share: several answers are the choices."""
 
     kind = ""
     chunk_kind = ""
     id_prefix = ""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, has_usage: bool) -> None:
+        """`has_usage` says that a stream ends with the usage."""
+        super().__init__(model)
+        self._has_usage = has_usage
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -33,44 +76,52 @@ class Reply(ABC):
         }
 
     def whole(self, kept: Sequence[tuple[int, Completion]], account: Json) -> Json:
-        """The response; `kept` are the answers with their numbers, `account` ends it."""
+        """All answers, usage and the report of reuse."""
         choices = [self.choice(index, answer) for index, answer in kept]
         return {**self._head, "object": self.kind, "choices": choices, **account}
 
-    def chunk(self, choices: list[Json], **more: Any) -> bytes:
-        """An event of a stream."""
-        return event({**self._head, "object": self.chunk_kind, "choices": choices, **more})
+    def begin(self, num_answers: int) -> Iterator[bytes]:
+        """What stands before the answers."""
+        for choice in self.opening(num_answers):
+            yield from self.events(choice)
+
+    def events(self, choice: Json) -> Iterator[bytes]:
+        """One chunk."""
+        yield self._chunk([choice], **({"usage": None} if self._has_usage else {}))
+
+    def end(self, account: Json) -> Iterator[bytes]:
+        """The usage if it is wanted, and the mark of the end."""
+        if self._has_usage:
+            yield self._chunk([], **account)
+        yield DONE
+
+    def fail(self, error: Json) -> bytes:
+        """An event of its own, and no mark of the end."""
+        return event(error, "error")
 
     def opening(self, num_answers: int) -> Iterator[Json]:
-        """What a stream begins with."""
+        """What a stream begins with, as choices."""
         yield from ()
 
     @abstractmethod
     def choice(self, index: int, answer: Completion) -> Json:
         """A whole answer."""
 
-    @abstractmethod
-    def piece(self, index: int, delta: Delta) -> Iterator[Json]:
-        """What came new of an answer."""
-
-    @abstractmethod
-    def ending(self, index: int, answer: Completion) -> Iterator[Json]:
-        """The end of an answer."""
-
-    def finish_reason(self, index: int, answer: Completion) -> str:
-        """Why an answer ended, in OpenAI's words."""
-        return answer.finish_reason
+    def _chunk(self, choices: list[Json], **more: Any) -> bytes:
+        return event({**self._head, "object": self.chunk_kind, "choices": choices, **more})
 
 
-class CompletionReply(Reply):
+class CompletionReply(ChoicesReply):
     """The shape of /v1/completions."""
 
     kind = chunk_kind = "text_completion"
     id_prefix = "cmpl"
 
-    def __init__(self, model: str, echoes: Sequence[str], *, has_logprobs: bool) -> None:
+    def __init__(
+        self, model: str, echoes: Sequence[str], *, has_logprobs: bool, has_usage: bool
+    ) -> None:
         """`echoes` is what stands before each answer."""
-        super().__init__(model)
+        super().__init__(model, has_usage=has_usage)
         self._echoes = echoes
         self._has_logprobs = has_logprobs
         self._said = [len(echo) for echo in echoes]  # characters sent of each answer
@@ -119,7 +170,7 @@ class CompletionReply(Reply):
         return {"index": index, "text": text, "logprobs": shown, "finish_reason": reason}
 
 
-class ChatReply(Reply):
+class ChatReply(ChoicesReply):
     """The shape of /v1/chat/completions; `has_tools` says that an answer may hold calls."""
 
     kind = "chat.completion"
@@ -127,9 +178,15 @@ class ChatReply(Reply):
     id_prefix = "chatcmpl"
 
     def __init__(
-        self, model: str, *, has_logprobs: bool, has_tools: bool, is_parallel: bool
+        self,
+        model: str,
+        *,
+        has_logprobs: bool,
+        has_tools: bool,
+        is_parallel: bool,
+        has_usage: bool,
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, has_usage=has_usage)
         self._has_logprobs = has_logprobs
         self._has_tools = has_tools
         self._is_parallel = is_parallel
@@ -219,9 +276,10 @@ class ChatReply(Reply):
         return {"content": content, "refusal": None}
 
 
-def event(data: Json) -> bytes:
+def event(data: Json, name: str = "") -> bytes:
     """Data as a server-sent event."""
-    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
 
 
 def account(firsts: Sequence[Completion], answers: Sequence[Completion]) -> Json:

@@ -24,7 +24,7 @@ from kvboost.server.app import make_app
 from kvboost.server.exchange import Running
 from kvboost.server.keys import KeyRing, read_keys
 from kvboost.server.logs import configure
-from kvboost.server.options import ServerOptions, add_flags, read_options
+from kvboost.server.options import ABOUT, ServerOptions, add_flags, read_options
 from kvboost.server.plans import Served
 from kvboost.server.telemetry import Telemetry
 
@@ -37,7 +37,7 @@ KEEP_ALIVE_S = 15
 
 
 class DrainingServer(uvicorn.Server):
-    """Lets running requests finish for a while once it is told to end, then cuts them off."""
+    """Drains at shutdown: running requests may finish for a while, then they are cut off."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class DrainingServer(uvicorn.Server):
         _say(self._greeting)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End; on a second Ctrl+C without waiting for what runs.
+        """Shut down; on a second Ctrl+C without waiting for running requests.
 
         The signal is not raised again afterwards, as uvicorn would do: the engine is still to be
         closed, and an end that was asked for is no failure.
@@ -72,10 +72,14 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more, and give what runs its time."""
+        """Accept no more requests, and drain."""
         self._running.is_draining = True
         if len(self._running):
-            _say(f"ending in {self._drain_s:g} s; still running: {len(self._running)}\n")
+            num = len(self._running)
+            _say(
+                f"shutting down: waiting up to {self._drain_s:g} s for {num} "
+                f"request{'s' if num > 1 else ''} (Ctrl+C again to stop now)\n"
+            )
         cutting = asyncio.get_running_loop().call_later(self._drain_s, self._running.cut)
         await super().shutdown(sockets)
         cutting.cancel()
@@ -95,10 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:  # before it serves
         return 130
-
-
-ABOUT = "Serves a model with OpenAI's API. An option is taken from its flag, else from its \
-variable, else from the file of --config."
 
 
 class Loaded(NamedTuple):
@@ -139,7 +139,7 @@ def load(options: ServerOptions, engine_options: Options) -> Loaded:
     engine, model = _load(options, engine_options)
     try:
         if texts:
-            with _told(f"warming {len(texts)} texts"):
+            with _told(f"warming {len(texts)} text{'s' if len(texts) > 1 else ''}"):
                 for tenant in keys.tenants:  # none hits what another has stored
                     engine.warm(texts, tenant=tenant)
         return Loaded(engine, model, keys, Grammars(engine.tokenizer, model.vocab_size))
@@ -187,7 +187,7 @@ def _bind(options: ServerOptions) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
-        raise ConfigError(f"cannot listen at {options.host}:{options.port}: {error}") from None
+        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {error}") from None
     bound.set_inheritable(True)
     return bound
 

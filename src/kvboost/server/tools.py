@@ -237,7 +237,8 @@ def _arguments_of(call: Mapping[str, Any]) -> Any:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, Mapping):
-        raise ConfigError(f"arguments of a call of {call['function']['name']}: not a JSON object")
+        name = call["function"]["name"]
+        raise ConfigError(f"tool call of {name}: the arguments must be a JSON object")
     return arguments
 
 
