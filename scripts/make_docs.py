@@ -45,8 +45,8 @@ def moved_quality() -> str:
     num_prompts = sum(run["prompts"] for run in runs)
     top1, kl = ([run[name] for run in runs] for name in ("top1", "kl"))
     return (
-        f"In {len(runs)} runs over {num_prompts} prompts (models up to 1.5B, bf16, default repair), "
-        f"{100 * min(top1):.0f} to {100 * max(top1):.0f} % of output tokens agree with a full "
+        f"In {len(runs)} runs over {num_prompts} prompts (models up to 1.5B, bf16, default repair),"
+        f" {100 * min(top1):.0f} to {100 * max(top1):.0f} % of output tokens agree with a full "
         f"prefill (top-1, by run), mean KL divergence is {min(kl):.3f} to {max(kl):.3f}, and "
         f"{sum(run['num_same'] for run in runs)} of {num_prompts} outputs are identical."
     )
@@ -55,7 +55,8 @@ def moved_quality() -> str:
 def quality_summary() -> str:
     """The default repair: a row for each model and task."""
     lines = [
-        "| model | task | prompts | top-1 | mean KL | identical outputs | F1 (full prefill) | TTFT |",
+        "| model | task | prompts | top-1 | mean KL | identical outputs | F1 (full prefill) |"
+        " TTFT |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
@@ -127,11 +128,11 @@ def _quality_table(model: str, task: str, rows: list[dict[str, Any]]) -> str:
         "| stored by | repair | KL | median | top-1 | F1 (full) | computed | time |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for row in rows:
-        lines.append(
-            f"| {row['encoding']} | {row['case']} | {row['kl']:.4f} | {row['median_kl']:.4f} | "
-            f"{row['top1']:.3f} | {_score(row)} | {row['computed']:.2f} | {row['time_share']:.2f} |"
-        )
+    lines += [
+        f"| {row['encoding']} | {row['case']} | {row['kl']:.4f} | {row['median_kl']:.4f} | "
+        f"{row['top1']:.3f} | {_score(row)} | {row['computed']:.2f} | {row['time_share']:.2f} |"
+        for row in rows
+    ]
     return "\n".join([*lines, "", "</details>"])
 
 
