@@ -22,6 +22,7 @@ def test_generated_parts_of_the_docs_are_up_to_date(page: Path) -> None:
     [
         CONCEPT,
         BENCHMARKS,
+        ROOT / "examples" / "rag.py",
         ROOT / "examples" / "rag.ipynb",
         ROOT / "benchmarks" / "report" / "report.md",
     ],
