@@ -1,4 +1,4 @@
-"""A chatbot: its rules are read once, and no question waits for them again."""
+"""A chatbot: its rules are prefilled once and reused for every question."""
 
 from __future__ import annotations
 

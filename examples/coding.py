@@ -1,4 +1,4 @@
-"""A file of code: questions on it, then an edit, whose text is mostly a copy of the file."""
+"""A code file: questions about it, then an edit whose output mostly copies the file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ EDIT = "Write the method take() again, and let it print the title before it retu
 def run(engine: KVBoost, trial: Trial) -> None:
     for question in QUESTIONS:
         trial.ask(question, partial(engine.chat, about(question), trial.max_new_tokens))
-    # Guesses the next tokens from the prompt and checks them in one step: an edit copies a lot.
+    # Prompt lookup: an edit mostly copies its prompt.
     guessing = {"prompt_lookup_num_tokens": 6}
     trial.ask(EDIT, partial(engine.chat, about(EDIT), 2 * trial.max_new_tokens, **guessing))
 

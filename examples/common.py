@@ -1,4 +1,4 @@
-"""What the examples share: settings, the engine, and each prompt asked with reuse and without."""
+"""Shared by the examples: settings, the engine, and each prompt run with and without reuse."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_engine(settings: Settings) -> KVBoost:
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt, answered with reuse and without."""
+    """One prompt, with and without reuse."""
 
     on: GenerationResult
     off: GenerationResult
@@ -69,7 +69,7 @@ class Row:
 
 
 class Trial:
-    """What an example asks through: shows each answer, and keeps the figures."""
+    """Runs the prompts of an example, shows each output, and records the figures."""
 
     def __init__(self, engine: KVBoost, console: Console, settings: Settings, *, is_demo: bool):
         self.max_new_tokens = settings.max_new_tokens
@@ -77,14 +77,14 @@ class Trial:
         self._engine, self._console, self._is_demo = engine, console, is_demo
 
     def ask(self, label: str, call: Callable[..., GenerationResult], reuse: str = "exact") -> str:
-        """The answer of `call(reuse=reuse)`, measured beside `call(reuse="off")`."""
+        """The output of `call(reuse=reuse)`, compared with `call(reuse="off")`."""
         self.say(label, "bold")
-        # In turns, so that neither is always the first. What runs without reuse is not stored.
+        # In turns, so that neither is always first. Runs without reuse store nothing.
         modes = (reuse, "off") if len(self.rows) % 2 else ("off", reuse)
         results = {}
         for mode in modes:
             with self._console.status(Text(f"{label} (reuse: {mode})")):
-                self._engine.flush()  # what the last answer left to be stored is not on this clock
+                self._engine.flush()  # storing the last K/V is not part of the time
                 results[mode] = call(reuse=mode)
         row = Row(results[reuse], results["off"])
         self.rows.append(row)
@@ -98,22 +98,22 @@ class Trial:
         self._console.print(text, style=style, markup=False, highlight=False)
 
     def questions(self, scripted: Sequence[str]) -> Iterator[str]:
-        """What the user types, until an empty line; the scripted ones where nobody is there."""
+        """What the user types, until an empty line; without a terminal, the scripted questions."""
         if self._is_demo or not (sys.stdin.isatty() and self._console.is_terminal):
             yield from scripted
             return
-        self.say("Your turn; an empty line ends it.", "dim")
+        self.say("Your turn. An empty line quits.", "dim")
         with suppress(EOFError):  # Ctrl+D
             while line := self._console.input("> ").strip():
                 yield line
 
 
 def table(trials: Mapping[str, Trial], title: str) -> Table:
-    """Medians of each example, without its first prompt, which had nothing to find."""
-    note = "TTFT: time to the first token; medians, without each first prompt"
+    """Medians of each example, without its first prompt, which is always cold."""
+    note = "TTFT: time to first token; medians, without each first (cold) prompt"
     made = Table(title=title, caption=note, box=box.SIMPLE_HEAD)
     made.add_column("example", no_wrap=True)
-    for heading in ("asked", "tokens", "reused", "TTFT off", "TTFT on", "faster", "same"):
+    for heading in ("prompts", "tokens", "reused", "TTFT off", "TTFT on", "faster", "same"):
         made.add_column(heading, justify="right", no_wrap=True)
     for name, trial in trials.items():
         rows = trial.rows[1:] or trial.rows

@@ -1,4 +1,4 @@
-"""Few shots: many examples stand in front of every text that is to be classified."""
+"""Few-shot classification: the same examples precede every text."""
 
 from __future__ import annotations
 
@@ -38,4 +38,4 @@ def run(engine: KVBoost, trial: Trial) -> None:
     for text in TEXTS:
         prompt = f"Each message is praise, a question or a complaint.\n\n{shots}\n\n"
         prompt += f"Message: {text}\nKind:"
-        trial.ask(text, partial(engine.generate, prompt, 1))  # its first token tells the kind
+        trial.ask(text, partial(engine.generate, prompt, 1))  # the first token is the kind

@@ -1,4 +1,4 @@
-"""A conversation: each turn sends all earlier ones again, and computes only what is new."""
+"""A conversation: each turn sends the whole history, and only the new text is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the examples: each prompt with reuse and without, and a table at the end.
+"""Run the examples: each prompt with and without reuse, and a table at the end.
 
 python examples/run.py --list
 python examples/run.py --example rag --model FOLDER
@@ -18,11 +18,11 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 
 EXAMPLES = {
-    "chatbot": "a chatbot with house rules; type your own questions on a terminal",
+    "chatbot": "a chatbot with house rules; in a terminal, type your own questions",
     "rag": "documents in any order, moved and repaired (approximate)",
-    "fewshot": "many examples in front of each text that is to be classified",
-    "multiturn": "a conversation whose history grows",
-    "code": "questions on one file, and an edit that copies from it",
+    "fewshot": "many examples before each text to classify",
+    "multiturn": "a conversation with a growing history",
+    "code": "questions about a file, and an edit that copies from it",
 }
 # A code.py here would hide the standard library's from all that runs in this folder: notebooks too.
 FILES = {name: name for name in EXAMPLES} | {"code": "coding"}
@@ -35,12 +35,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         epilog=f"{usage}\nSettings: examples/.env, see examples/.env.example.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--list", action="store_true", help="show the examples and end")
+    parser.add_argument("--list", action="store_true", help="list the examples")
     parser.add_argument(
-        "--example", default="all", metavar="NAME", help="one of them (default: all)"
+        "--example", default="all", metavar="NAME", help="run one example (default: all)"
     )
     parser.add_argument("--model", help="name, folder or GGUF file (default: KVBOOST_MODEL)")
-    parser.add_argument("--demo", action="store_true", help="ask the chatbot its own questions")
+    parser.add_argument("--demo", action="store_true", help="use the scripted chatbot questions")
     options = parser.parse_args(arguments)
     if options.example not in (*EXAMPLES, "all"):
         near = difflib.get_close_matches(options.example, EXAMPLES, n=1, cutoff=0.0)
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def run(names: list[str], settings: Any, console: Any, *, is_demo: bool) -> Any:
-    """Run examples one after the other; returns the table."""
+    """Run examples one after another; returns the table."""
     from examples import common  # noqa: PLC0415
 
     trials = {}

@@ -90,14 +90,14 @@ def sparse_prefill() -> str:
     """Which rows of a prompt are filled, and which are computed."""
     drawing = Drawing("Sparse prefill: only the positions in S are computed", 268)
     rows = (
-        ("a cold prompt", "c" * 24, "S: all positions"),
-        ("it begins as before", "s" * 18 + "c" * 6, "S: the rest"),
+        ("cold prompt", "c" * 24, "S: all positions"),
+        ("cached prefix", "s" * 18 + "c" * 6, "S: the rest"),
         (
-            "known documents",
+            "moved documents",
             "sss" + "rmmmrmm" + "cc" + "rmmmmrmm" + "cccc",
             "S: gaps, rest, repairs",
         ),
-        ("a decoding step", "s" * 23 + "c", "S: the newest"),
+        ("decode step", "s" * 23 + "c", "S: the newest"),
     )
     drawing.text(24, 32, "One row of K/V for each position of the prompt", "bold")
     for number, (name, row, chosen) in enumerate(rows):
@@ -106,9 +106,9 @@ def sparse_prefill() -> str:
         drawing.cells(184, y, row)
         drawing.text(184 + NUM_CELLS * CELL + 12, y + 16, chosen, "small")
     legend = (
-        ("s", "from the store"),
-        ("m", "from the store, moved"),
-        ("r", "moved, and computed again"),
+        ("s", "from the cache"),
+        ("m", "from the cache, moved"),
+        ("r", "moved, repaired"),
         ("c", "computed"),
     )
     for number, (letter, meaning) in enumerate(legend):
@@ -124,13 +124,13 @@ def stages() -> str:
         "The stages of a prompt: chunks, keys, lookup, place, repair, run, store", 230
     )
     names = (
-        ("chunks", "cut"),
-        ("keys", "name"),
+        ("chunks", "split"),
+        ("keys", "hash"),
         ("lookup", "find"),
-        ("place", "copy, turn"),
+        ("place", "copy, rotate"),
         ("repair", "choose S"),
         ("run", "compute S"),
-        ("store", "keep"),
+        ("store", "save"),
     )
     width, gap = 88, 18
     for number, (name, does) in enumerate(names):
@@ -139,46 +139,50 @@ def stages() -> str:
         if number:
             drawing.arrow((x - gap, 71), (x, 71))
     lookup, place, store = (30 + n * (width + gap) + width / 2 for n in (2, 3, 6))
-    drawing.box(lookup - 44, 160, store - lookup + 88, 46, "the store: memory, disk, shared")
+    drawing.box(lookup - 44, 160, store - lookup + 88, 46, "the cache: memory, disk, shared")
     drawing.arrow((lookup, 102), (lookup, 160), is_dashed=True)
-    drawing.text(lookup - 10, 136, "asks for keys", "small end")
+    drawing.text(lookup - 10, 136, "keys", "small end")
     drawing.arrow((place, 160), (place, 102))
     drawing.text(place + 10, 136, "K/V", "small")
     drawing.arrow((store, 102), (store, 160))
-    drawing.text(store - 160, 136, "K/V, after the answer", "small")
-    drawing.text(30, 28, "tokens of a prompt", "small")
-    drawing.text(30 + 5 * (width + gap), 28, "the first token", "small")
+    drawing.text(store - 160, 136, "K/V, after the output", "small")
+    drawing.text(30, 28, "prompt tokens", "small")
+    drawing.text(30 + 5 * (width + gap), 28, "first output token", "small")
     return drawing.svg()
 
 
 def tiers() -> str:
     """Where K/V lies, how it comes up and goes down."""
-    drawing = Drawing("Tiers: what is found comes up, what is new goes down after the answer", 330)
-    drawing.box(250, 20, 280, 46, "an engine computes a prompt")
+    drawing = Drawing("Tiers: hits are copied up, new K/V is written down after the output", 330)
+    drawing.box(250, 20, 280, 46, "the engine prefills a prompt")
     drawing.box(150, 108, 480, 54, "memory", "always there: max_cache_bytes")
-    drawing.box(40, 218, 340, 62, "disk", "outlives the process: disk_cache_dir")
+    drawing.box(40, 218, 340, 62, "disk", "survives a restart: disk_cache_dir")
     drawing.box(400, 218, 340, 62, "shared", "Redis, Valkey, Mooncake: cache_url")
     for x, low, high, words in (
-        (330, 108, 66, "used at once"),
+        (330, 108, 66, "used"),
         (190, 218, 162, "found"),
         (550, 218, 162, "found"),
     ):
         drawing.arrow((x, low), (x, high))
         drawing.arrow((x + 40, high), (x + 40, low))
         drawing.text(x - 10, (low + high) / 2 + 5, words, "small end")
-        behind = "stored" if low == 108 else "written after the answer"
+        behind = "stored" if low == 108 else "written after the output"
         drawing.text(x + 50, (low + high) / 2 + 5, behind, "small")
-    bound = "A dead tier is a miss after tier_deadline_ms; a slow one supplies what comes in time."
+    bound = (
+        "A dead tier is a miss after tier_deadline_ms; of a slow one, what arrives in time is used."
+    )
     drawing.text(WIDTH / 2, 312, bound, "small mid")
     return drawing.svg()
 
 
 def fleet() -> str:
     """Requests, the ingress, the router, replicas and what they share."""
-    drawing = Drawing("A fleet: the router prefers the replica that has read most of a prompt", 330)
+    drawing = Drawing(
+        "A fleet: the router prefers the replica that has cached most of a prompt", 330
+    )
     drawing.box(24, 120, 110, 56, "clients", "OpenAI's API")
     drawing.box(190, 120, 120, 56, "ingress", "keys, retries")
-    drawing.box(190, 236, 120, 56, "router", "who holds it?")
+    drawing.box(190, 236, 120, 56, "router", "who has it?")
     drawing.arrow((134, 148), (190, 148))
     drawing.arrow((250, 176), (250, 236), is_dashed=True)
     for number in range(3):
@@ -186,9 +190,9 @@ def fleet() -> str:
         drawing.box(400, y, 150, 56, f"replica {number + 1}", "engine, memory")
         drawing.arrow((310, 148), (355, 148), (355, y + 28), (400, y + 28))
         drawing.arrow((550, y + 28), (612, y + 28))
-    drawing.box(612, 40, 148, 248, "shared tier", "what one has read,", "all can load")
+    drawing.box(612, 40, 148, 248, "shared tier", "what one computes,", "all can load")
     drawing.arrow((475, 288), (475, 312), (250, 312), (250, 292), is_dashed=True)
-    drawing.text(486, 316, "what replicas hold, every five seconds", "small")
+    drawing.text(486, 316, "cached text, every five seconds", "small")
     return drawing.svg()
 
 

@@ -270,7 +270,7 @@ def test_worse_answers_are_listed(made):
         ("kvboost-exact", "moved", "right facts", "code 50.0% (75.0%)"),
         ("kvboost-auto", "moved", "top-1", "code 90.0% (98.5%)"),
     ]
-    assert losses.takeaway.endswith("Answers are below generate()'s in 2 of 3 cases.")
+    assert losses.takeaway.endswith("Outputs are worse than generate()'s in 2 of 3 cases.")
 
 
 def question(name, **row):
@@ -324,8 +324,8 @@ def test_storing_that_never_pays_is_said(made):
         for bits, found in ((16, 2.5), (4, None))
     ]
     memory = made(*lines)["memory"]
-    paid = "at 16 bits has paid after 3 returns at most (it takes 1.0 KiB a token)"
-    unpaid = "at 4 bits does not always pay (it takes 1.0 KiB a token)"
+    paid = "at 16 bits pays after at most 3 hits (1.0 KiB per token)"
+    unpaid = "at 4 bits does not always pay (1.0 KiB per token)"
     assert memory.takeaway == f"Storing {unpaid}; {paid}."
     assert len(rows(memory)) == 2
 
@@ -337,7 +337,7 @@ def test_strategy_without_a_time_is_in_the_table(made):
     ]
     chunking = made(*lines)["chunking"]
     assert rows(chunking)[0] == ("fixed", "40.0%", NONE, NONE)
-    assert "anchors finds the most again, 90.0%" in chunking.takeaway
+    assert "anchors finds the most, 90.0%" in chunking.takeaway
 
 
 def test_fields_nobody_expected_are_shown(made):
@@ -353,8 +353,8 @@ def test_noise_is_the_baseline_against_itself(made):
         measure("transformers-again", 0.9, workload="code", phase="cold"),
     ]
     said = made(*lines)["noise"].takeaway
-    assert "3.0% at most over all workloads together (warm, first token) and 10.0% at most" in said
-    assert "on a single one (code, cold, first token)" in said
+    assert "up to 3.0% over all workloads together (warm, first token) and up to 10.0%" in said
+    assert "on a single workload (code, cold, first token)" in said
 
 
 def test_uncovered_time_is_drawn(made):
@@ -370,7 +370,7 @@ def test_uncovered_time_is_drawn(made):
         "answers": 6,
     }
     section = made(line)["stages"]
-    assert "stages cover 90.0% of the wall clock, 85.0% at least" in section.takeaway
+    assert "stages cover 90.0% of the wall clock, and at least 85.0%" in section.takeaway
     assert section.takeaway.startswith("Most of the time goes to forward (80.0%)")
     widths = re.findall(
         r'class="fill (stage-\w+)" [^>]*?width="([\d.]+)"', section.parts[0].pictures[0].svg
@@ -395,7 +395,7 @@ def test_reproducing_names_the_command(made):
 def test_log_of_an_absent_system_is_left_out(made):
     line = {"kind": "absent", "system": "vllm", "title": "vLLM", "why": "vllm ended; its log ends"}
     absent = made(line)["absent"]
-    assert absent.takeaway == "1 system is absent or broke off."
+    assert absent.takeaway == "1 system is missing or stopped early."
     assert rows(absent) == [("vllm", "vLLM", "vllm ended")]
 
 

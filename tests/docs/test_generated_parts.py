@@ -8,13 +8,30 @@ import pytest
 
 import kvboost
 from make_diagrams import DRAWN, PICTURES
-from make_docs import PAGES, REFERENCE, generated
+from make_docs import BENCHMARKS, CONCEPT, PAGES, REFERENCE, ROOT, generated, moved_quality
 from reference import commands
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_generated_parts_of_the_docs_are_up_to_date(page: Path) -> None:
     assert page.read_text() == generated(page), "run scripts/make_docs.py"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        CONCEPT,
+        BENCHMARKS,
+        ROOT / "README.md",
+        ROOT / "examples" / "rag.py",
+        ROOT / "examples" / "rag.ipynb",
+        ROOT / "benchmarks" / "report" / "report.md",
+    ],
+    ids=lambda page: page.name,
+)
+def test_moved_text_has_one_figure_everywhere(page: Path) -> None:
+    words = page.read_text().replace('\\n",\n    "', " ")  # lines of a notebook
+    assert moved_quality() in " ".join(words.split())
 
 
 @pytest.mark.parametrize("name", DRAWN)

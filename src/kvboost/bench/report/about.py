@@ -26,10 +26,9 @@ def measured(results: Results) -> Section:
         f" {counted(len(results.workloads), 'workload')},"
         f" {counted(run.rounds, 'round')}{_duration(run.seconds)}.{quick}",
         (Part(table=Table(("system", "what it is", "versions"), rows)),) if rows else (),
-        "Names as in the first column are used in the whole report. Not every system computes in"
-        " the same precision: where its title names one, its times and its top-1 are those of that"
-        " precision.",
-        "Ours are in the accent colour.",
+        "The whole report uses the names of the first column. Not every system computes in the"
+        " same precision: if its title names one, its times and top-1 are for that precision.",
+        "Our systems are in the accent colour.",
     )
 
 
@@ -54,9 +53,9 @@ def absent(results: Results) -> Section | None:
     return Section(
         "absent",
         "Absent systems",
-        f"{counted(num, 'system')} {'is' if num == 1 else 'are'} absent or broke off.",
+        f"{counted(num, 'system')} {'is' if num == 1 else 'are'} missing or stopped early.",
         (Part(table=Table(("system", "what it is", "why"), rows)),),
-        "What a system measured before it broke off is shown workload by workload, not pooled.",
+        "Results from before a system stopped are shown workload by workload, not pooled.",
     )
 
 
@@ -81,9 +80,8 @@ def reproduce(results: Results) -> Section:
             Part(code=f"pip install .\nkvboost bench setup\n{_command(results.run)}"),
             Part(table=Table(("setting", "value"), rows)),
         ),
-        "Model, GGUF file and data are files of your own. raw.jsonl has every answer as it was"
-        " measured, results.jsonl what this report is made of."
-        " An interrupted run goes on where it was.",
+        "Pass your own files for model, GGUF and data. raw.jsonl has every output as measured,"
+        " results.jsonl the data of this report. An interrupted run resumes where it stopped.",
     )
 
 
@@ -120,28 +118,27 @@ def clock() -> Section:
         "clock",
         "How the clock works",
         "Each system is timed inside its own process, from just before the call to the first token"
-        " and to the whole answer.",
+        " and to the end of the output.",
         (
             Part(
                 text=(
-                    "Every system is a process of its own that stays alive for the whole run. For"
-                    " each workload and round the systems take turns in random order: each forgets"
-                    " what it has cached, then answers the same prompts, the same token ids, in the"
-                    " same order.",
-                    "The clock (time.perf_counter) starts just before the call into the system and"
-                    " is read when the first token is there and again when the whole answer is, the"
-                    " device synchronised. Starting processes, loading models and turning token ids"
-                    " into text for systems that take text only are not in it. Neither is what a"
-                    " system stores after it has delivered an answer: it may finish that before it"
-                    " is asked again. Systems that store first have it in their total.",
-                    "Answers are greedy and of a fixed length. A ratio is of pairs: the same ask in"
-                    " the same round, the system's time over the baseline's. Intervals are 95%"
-                    " bootstrap intervals over pairs, and are left out below six pairs.",
-                    "Questions on KVBoost alone (length, share, modes, chunks, memory) are timed in"
-                    " one process that holds both models: ours and bare generate() answer the same"
-                    " prompts in turns, 4 tokens each. Repairs are timed there too, against our own"
-                    " full prefill. Storing, which follows an answer, is not counted in any of"
-                    " these times; memory has it by itself.",
+                    "Every system is a separate process that stays alive for the whole run. In each"
+                    " workload and round the systems take turns in random order: each clears its"
+                    " cache, then gets the same prompts, as the same token ids, in the same order.",
+                    "The clock (time.perf_counter) starts just before the call and is read at the"
+                    " first token and at the end of the output, with the device synchronised. It"
+                    " does not include starting processes, loading models, or converting token ids"
+                    " to text for systems that take only text. It does not include storing after an"
+                    " output is delivered either: a system may finish that before the next prompt."
+                    " Systems that store first have it in their total.",
+                    "Outputs are greedy and of a fixed length. A ratio compares pairs, the same"
+                    " prompt in the same round: the system's time divided by the baseline's."
+                    " Intervals are 95% bootstrap intervals over pairs, omitted below six pairs.",
+                    "Questions about KVBoost alone (length, share, modes, chunks, memory) are timed"
+                    " in one process with both models: KVBoost and plain generate() take turns on"
+                    " the same prompts, 4 output tokens each. Repairs are timed there too, against"
+                    " our own full prefill. None of these times include storing, which happens"
+                    " after the output; the section on memory shows it.",
                 )
             ),
         ),

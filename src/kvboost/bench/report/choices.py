@@ -12,7 +12,7 @@ from kvboost.bench.report.reading import Results
 from kvboost.bench.report.section import Part, Picture, Section
 
 _Rows = Sequence[Mapping[str, Any]]
-_FOUND = "The found share is the share of the prompt that was taken from the store."
+_FOUND = "The found share is the share of the prompt found in the cache."
 _MEMORY = ("bits", "tokens", "kv_bytes_per_token", "store_ms", "load_ms", "prefill_ms")
 
 
@@ -31,9 +31,9 @@ def modes(results: Results) -> Section | None:
                 table=table(rows, "mode", "phase", "ttft_ms", "total_ms", "bare_ms", "ratio"),
             ),
         ),
-        "off shows our prefill without reuse; below 1 it is faster than generate() by itself."
-        " exact reuses text only where it stood; auto also moved text; deterministic gives up speed"
-        f" for the same bits each time. {TOP1}",
+        "off is our prefill without reuse; below 1, it is faster than generate() even so. exact"
+        " reuses cached prefixes, auto also moved text; deterministic is slower and gives the same"
+        f" bits each time. {TOP1}",
     )
 
 
@@ -72,7 +72,7 @@ def chunking(results: Results) -> Section | None:
         return None
     most = max(rows, key=lambda row: float(row["found_share"]))
     timed = drop_empty(rows, "ratio")
-    said = f"{most['strategy']} finds the most again, {percent(most['found_share'])}"
+    said = f"{most['strategy']} finds the most, {percent(most['found_share'])}"
     return Section(
         "chunking",
         "Chunking strategies",
@@ -83,7 +83,7 @@ def chunking(results: Results) -> Section | None:
                 table=table(rows, "strategy", "found_share", "ratio", "top1"),
             ),
         ),
-        f"{_FOUND} A strategy without a time is counted only: the engine does not have it. {TOP1}",
+        f"{_FOUND} Strategies without a time are not part of the engine. {TOP1}",
     )
 
 
@@ -103,12 +103,12 @@ def memory(results: Results) -> Section | None:
         for number, b in enumerate(values(paid, "bits"))
     ]
     x = plots.Scale("tokens stored", is_log=True)
-    y = plots.Scale("returns until it has paid", from_zero=True)
-    title = "How often text must come back"
+    y = plots.Scale("hits until storing has paid", from_zero=True)
+    title = "Hits needed to pay for storing"
     drawn = (Picture(title, plots.lines(lines, x, y, title)),) if lines else ()
     return Section(
         "memory",
-        "Memory, and when storing has paid",
+        "Memory, and when storing pays",
         _memory_takeaway(rows, bits),
         (
             Part(
@@ -116,8 +116,8 @@ def memory(results: Results) -> Section | None:
                 table=table(rows, *_MEMORY),
             ),
         ),
-        "Storing costs once; each return saves a prefill less what the first token then takes."
-        f" Break-even is the number of returns after which storing has paid. {TOP1}",
+        "Storing is paid for once; each hit saves the difference between a cold and a warm first"
+        f" token. Break-even is the number of hits after which storing has paid. {TOP1}",
     )
 
 
@@ -132,16 +132,16 @@ def hits(results: Results) -> Section | None:
         series = [
             plots.Line(name, css, tuple((100 * r["cache_share"], 100 * r[field]) for r in known))
             for name, css, field in (
-                ("found anywhere", "ours", "hit_rate"),
-                ("found at the same place", "transformers", "exact_hit_rate"),
+                ("exact and moved", "ours", "hit_rate"),
+                ("exact only", "transformers", "exact_hit_rate"),
             )
             if (known := drop_empty(own, field))
         ]
-        x, y = plots.Scale("room, % of all documents"), plots.Scale("hits, %", from_zero=True)
+        x, y = plots.Scale("cache size, % of all documents"), plots.Scale("hits, %", from_zero=True)
         pictures.append(Picture(pattern, plots.lines(series, x, y, f"hits, {pattern}")))
     return Section(
         "hits",
-        "Hit rates when not everything fits",
+        "Hit rates of a cache that is too small",
         _hits_takeaway(rows),
         (
             Part(
@@ -149,8 +149,8 @@ def hits(results: Results) -> Section | None:
                 table=table(rows, "pattern", "cache_share", fold="All figures"),
             ),
         ),
-        "No model here: the real index and the real eviction under requests for documents that come"
-        " equally often (uniform), some much more often (zipf), or often soon again (temporal).",
+        "Without a model: the real index and eviction, with requests for documents that are equally"
+        " frequent (uniform), much more frequent for some (zipf), or repeated soon (temporal).",
     )
 
 
@@ -203,12 +203,12 @@ def _memory_takeaway(rows: _Rows, bits: list[Any]) -> str:
         own = [row for row in rows if row["bits"] == b]
         paid = drop_empty(own, "break_even_requests")
         size = own[-1].get("kv_bytes_per_token")
-        room = f" (it takes {size / 1024:,.1f} KiB a token)" if size is not None else ""
+        room = f" ({size / 1024:,.1f} KiB per token)" if size is not None else ""
         if len(paid) < len(own):
             said.append(f"at {b} bits does not always pay{room}")
             continue
         most = max(1, *(math.ceil(row["break_even_requests"]) for row in paid))
-        said.append(f"at {b} bits has paid after {counted(most, 'return')} at most{room}")
+        said.append(f"at {b} bits pays after at most {counted(most, 'hit')}{room}")
     return f"Storing {'; '.join(said)}."
 
 
@@ -219,4 +219,4 @@ def _hits_takeaway(rows: _Rows) -> str:
         for row in rows
         if row["cache_share"] == least
     ]
-    return f"With room for {percent(least)} of the documents, these hit: {joined(said)}."
+    return f"With a cache for {percent(least)} of the documents, hit rates are: {joined(said)}."

@@ -11,7 +11,8 @@ _Rows = Sequence[Mapping[str, Any]]
 # Every line carries these; the section "Reproduce" shows them once.
 _PROVENANCE = ("kind", "question", "model", "dtype", "seed", "machine", "versions", "commit")
 TOP1 = (
-    "top-1 here is agreement with the same model's full prefill in the same dtype, over 4 tokens."
+    "top-1 here is agreement with the same model's full prefill in the same dtype, over 4 tokens"
+    " of each prompt: a sanity check, not a measure of quality."
 )
 _TITLES = {
     "ours_ms": "kvboost, ms",
@@ -24,10 +25,10 @@ _TITLES = {
     "prefill_ms": "prefill, ms",
     "top1": "top-1",
     "kl": "KL, nats",
-    "kv_bytes_per_token": "K/V bytes a token",
-    "stored_bytes_per_token": "stored bytes a token",
+    "kv_bytes_per_token": "K/V bytes per token",
+    "stored_bytes_per_token": "stored bytes per token",
     "break_even_requests": "break-even requests",
-    "exact_hit_rate": "hits at the same place",
+    "exact_hit_rate": "exact hits",
     "hit_rate": "hits",
     "chunk_size": "chunk",
 }

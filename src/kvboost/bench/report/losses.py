@@ -54,17 +54,17 @@ def losses(results: Results, notes: Sequence[Part]) -> Section | None:
         fold = f"Slower, too few pairs to say: {counted(len(slower), 'comparison')}"
         parts.append(Part(table=_grouped(slower, fold)))
     if worse:
-        parts.append(Part(title="Answers below generate()'s", table=_worse_answers(worse)))
+        parts.append(Part(title="Outputs worse than generate()'s", table=_worse_answers(worse)))
     return Section(
         "losses",
         "Where we lose",
         _takeaway(lines, lost, worse) if lines else "",
         (*parts, *notes),
-        "A comparison is one of our systems against one other on one workload, phase and metric."
-        " It is lost when the whole 95% interval of the ratio is above 1, won when it is below;"
-        " without an interval (fewer than six pairs) it is undecided. Answers are compared with"
-        f" generate()'s by their top-1 and their right facts. {AGAIN} is left out here: it is"
-        " generate() once more.",
+        "A comparison is one of our systems against another system on one workload, phase and"
+        " metric. It is lost if the whole 95% interval of the ratio is above 1, won if it is below,"
+        " and undecided without an interval (fewer than six pairs). Outputs are compared with"
+        f" generate()'s by top-1 and right facts. {AGAIN} is generate() run a second time, and is"
+        " left out here.",
     )
 
 
@@ -81,8 +81,8 @@ def _takeaway(lines: list[Measure], lost: list[Measure], worse: list[Measure]) -
             f" {worst.baseline} to the {METRICS[worst.metric]} on {worst.workload} ({worst.phase})."
         )
     if not num_cases:
-        return f"{said} No answer was judged."
-    return f"{said} Answers are below generate()'s in {len(worse)} of {num_cases} cases."
+        return f"{said} No output was compared."
+    return f"{said} Outputs are worse than generate()'s in {len(worse)} of {num_cases} cases."
 
 
 def _counts(lines: list[Measure]) -> Table:

@@ -12,9 +12,9 @@ COMPARED_WITH_ALL = ("kvboost-exact", "kvboost-auto")
 SYSTEMS = (*OURS, *(name for name in systems.SYSTEMS if name not in OURS))
 PHASES = ("cold", "warm", "moved")
 PHASE_MEANINGS = {
-    "cold": "nothing of the prompt was seen before",
-    "warm": "the prompt begins with what was seen",
-    "moved": "documents were seen, at other places",
+    "cold": "nothing of the prompt is cached",
+    "warm": "the prompt starts with a cached prefix",
+    "moved": "the documents are cached, but from other positions",
 }
 METRICS = {"ttft": "first token", "total": "whole answer"}
 STAGES = ("tokenize", "wait", "lookup", "load", "select", "forward", "decode")

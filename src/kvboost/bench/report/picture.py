@@ -5,7 +5,9 @@ from pathlib import Path
 from kvboost.bench.report import plots
 from kvboost.bench.report.reading import read_results
 
-_TITLE = "Time to the first token by prompt length: generate() grows fast, reused prompts much less"
+_TITLE = (
+    "Time to first token by prompt length: generate() grows fast, KVBoost with cached text slowly"
+)
 # An image in a page of somebody else's has no style sheet but its own.
 _STYLE = """
 :root { --ink: #1c1e21; --soft: #555b63; --grid: #e6e7e3; --paper: #fdfdfb;
@@ -37,7 +39,7 @@ def readme_picture(results: Path) -> str:
         for name, css, phase, field in (
             ("generate()", "bare", "warm", "bare_ms"),
             ("KVBoost, cached prefix", "warm", "warm", "ours_ms"),
-            ("KVBoost, moved documents", "moved", "moved", "ours_ms"),
+            ("KVBoost, moved documents (approximate)", "moved", "moved", "ours_ms"),
         )
     ]
     drawn = plots.lines(

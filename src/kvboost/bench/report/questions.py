@@ -14,12 +14,13 @@ from kvboost.config import Options
 
 _Rows = Sequence[Mapping[str, Any]]
 _REPAIRS = (
-    "A repair is the share of moved tokens that is computed again; none computes none of them,"
-    " heads only the first tokens of each piece. A full prefill is our own with reuse off. KL is"
-    " how far the distribution of the next token is from that of a full prefill, in nats; top-1 how"
-    " often both choose the same token: the same model in the same dtype, over 16 tokens."
+    "A repair recomputes a share of the moved tokens: none recomputes no token, heads only the"
+    " first tokens of each document. A full prefill is our own with reuse off. KL is the divergence"
+    " of the output probabilities from a full prefill's, in nats; top-1 is how often both choose"
+    " the same token, over 16 tokens of each prompt. This is one workload of independent documents"
+    " with few prompts; docs/concepts/exact-and-moved.md has more prompts, models and tasks."
 )
-_TOKENS = plots.Scale("tokens of the prompt", is_log=True)
+_TOKENS = plots.Scale("prompt tokens", is_log=True)
 
 
 def frontier(results: Results) -> Section | None:
@@ -91,7 +92,7 @@ def _frontier_pictures(rows: _Rows) -> tuple[Picture, ...]:
 
 def _frontier_takeaway(rows: _Rows) -> str:
     if not rows:
-        return "Top-1 beside time: the figures are those of all workloads together."
+        return "Top-1 and time: the figures of all workloads together."
     usual = str(Options().recompute_ratio)
     fast = min(rows, key=lambda row: row["ratio"])
     chosen = [row for row in rows if row["repair"] == usual and row is not fast]
@@ -130,7 +131,7 @@ def length(results: Results) -> Section | None:
         f"To the first token {'; '.join(said)}.",
         (Part(pictures=tuple(pictures), table=figures),),
         TOP1,
-        "Where the lines cross, reuse begins to pay.",
+        "Reuse pays from where the lines cross.",
     )
 
 
@@ -160,8 +161,8 @@ def share(results: Results) -> Section | None:
         f"To the first token {'; '.join(said)}.",
         (Part(pictures=tuple(pictures), table=figures),),
         TOP1,
-        "The strong line is break-even: below it reuse is faster than generate(). What lies left of"
-        " the crossing is overhead: looking up and loading for too little gain.",
+        "The strong line is break-even: below it, reuse is faster than generate(). To the left of"
+        " the crossing, lookup and loading cost more than they save.",
     )
 
 

@@ -21,7 +21,7 @@ _REST = "not covered"
 
 
 def stages(results: Results) -> Section | None:
-    """Return the section on the stages of an answer."""
+    """Return the section on the stages of a request."""
     lines = results.stages
     if not lines:
         return None
@@ -39,9 +39,9 @@ def stages(results: Results) -> Section | None:
         "Where the time goes",
         _stages_takeaway(lines),
         tuple(parts),
-        "Stages follow each other. Each cell is a median of its own, so a row need not add up to"
-        " its total. The covered share is the sum of an answer's stages over its wall clock: what"
-        " is missing is time nobody has named.",
+        "Stages run one after another. Each cell is a separate median, so a row need not add up to"
+        " its total. The covered share is the sum of a request's stages over its wall-clock time;"
+        " the rest is not attributed to any stage.",
     )
 
 
@@ -92,7 +92,9 @@ def _stages_takeaway(all_lines: tuple[Stages, ...]) -> str:
     said = f"{part} of the time goes to {most} ({percent(share)})"
     if covered and least:
         mean = sum(covered) / len(covered)
-        said += f"; stages cover {percent(mean)} of the wall clock, {percent(min(least))} at least"
+        said += (
+            f"; stages cover {percent(mean)} of the wall clock, and at least {percent(min(least))}"
+        )
     return f"{said}."
 
 
@@ -130,15 +132,15 @@ def traffic(results: Results) -> Section | None:
     )
     fastest = sorted(lines, key=lambda t: t.ttft_p95_ms)
     ours = next((n for n, t in enumerate(fastest, 1) if t.system in OURS), None)
-    own = f"; the best of ours is number {ours} of {len(lines)}" if ours else ""
+    own = f"; our best system is number {ours} of {len(lines)}" if ours else ""
     return Section(
         "traffic",
         "Traffic",
-        f"Of {lines[0].requests} requests that arrive by one plan, {fastest[0].system} has the"
-        f" lowest p95 of the first token, {ms(fastest[0].ttft_p95_ms)} ms{own}.",
+        f"With {lines[0].requests} requests arriving on the same schedule, {fastest[0].system} has"
+        f" the lowest p95 of the first token, {ms(fastest[0].ttft_p95_ms)} ms{own}.",
         (Part(pictures=tuple(pictures), table=Table((*columns, "repeats"), table_rows)),),
-        "A request's clock starts when it arrives, so waiting in a queue counts. p50 is the median,"
-        f" p95 the 95th percentile: of {lines[0].requests} requests that is about the slowest one.",
+        "A request's clock starts when it arrives, so queueing counts. p50 is the median, p95"
+        f" the 95th percentile: of {lines[0].requests} requests, roughly the slowest one.",
         "The dot is the median, the end of the line the 95th percentile.",
     )
 
@@ -184,15 +186,18 @@ def noise(results: Results) -> Section | None:
 
 def _noise_takeaway(lines: list[Measure]) -> str:
     said = []
-    for where, is_pooled in (("over all workloads together", True), ("on a single one", False)):
+    for where, is_pooled in (
+        ("over all workloads together", True),
+        ("on a single workload", False),
+    ):
         own = [m for m in lines if (m.workload == POOLED) == is_pooled]
         if own:
             worst = max(own, key=lambda m: abs(m.ratio - 1.0))
             names = [*([] if is_pooled else [worst.workload]), worst.phase, METRICS[worst.metric]]
-            said.append(f"{percent(abs(worst.ratio - 1.0))} at most {where} ({', '.join(names)})")
+            said.append(f"up to {percent(abs(worst.ratio - 1.0))} {where} ({', '.join(names)})")
     return (
-        f"The ratio of generate() to itself is off 1 by {joined(said)}: smaller differences in this"
-        " report mean nothing."
+        f"The ratio of generate() to itself differs from 1 by {joined(said)}: smaller differences"
+        " in this report mean nothing."
     )
 
 
