@@ -1,11 +1,13 @@
 """Draw the pictures of the docs that show the terminal; the figures in them are made up.
 
-With --examples MODEL, also the table of the examples: it is measured, which takes minutes.
+With --model MODEL, also what is measured: `kvboost explain` on a prompt, and the table of the
+examples, which takes minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import io
 import os
 import sys
@@ -17,6 +19,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from kvboost import KVBoost
+from kvboost.cli import explain
 from kvboost.cli.screen import draw
 from kvboost.server.options import add_flags
 
@@ -126,6 +130,39 @@ def examples_svg(model: str) -> str:
     return _drawn(table, "examples/run.py", program="python")
 
 
+SYSTEM = (
+    "You answer questions of our customers. Be brief and friendly. Use only the documents below, "
+    "and say so if the answer is not in them.\n\n"
+)
+RETURNS = (
+    "Returns\nYou can send back any product within 30 days of delivery. Unused products are "
+    "refunded in full, used ones after an inspection. The refund goes to the card that you paid "
+    "with and takes up to five working days. Shipping is free for products that arrived damaged; "
+    "in all other cases you pay for the parcel. Gift cards, opened software and products made to "
+    "order cannot be returned. Ask for a label in your account, print it, and hand in the parcel "
+    "at any post office. Keep the receipt until the money is back on your account.\n\n"
+)
+SHIPPING = (
+    "Shipping\nOrders placed before noon leave our warehouse on the same day, all others on the "
+    "next. Standard delivery takes two to four working days, express delivery one. Delivery is "
+    "free from 50 euros on; below, it costs 4.90 euros, and 12.90 euros for express. We deliver "
+    "to all countries of the European Union, to Norway and to Switzerland, where customs may add "
+    "duties. You can follow a parcel in your account from the moment it has left. A parcel that "
+    "is not there after ten days counts as lost, and we send the order again.\n\n"
+)
+
+
+def explain_svg(model: str) -> str:
+    """`kvboost explain` as a picture: one document in its place, one moved, a new question."""
+    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
+    with KVBoost.from_pretrained(model, reuse="auto", chunk_size=32) as engine:
+        engine.generate(SYSTEM + RETURNS + SHIPPING + "Question: How do I return a product?", 1)
+        prompt = SYSTEM + SHIPPING + RETURNS + "Question: What does express delivery cost?"
+        report = dataclasses.replace(engine.explain(prompt), predicted_ms=None)
+        explain.draw(report, engine.tokenizer(prompt).input_ids, engine.tokenizer, console)
+    return console.export_svg(title="kvboost explain prompt.txt", unique_id="kvboost-explain")
+
+
 def _drawn(what: Any, command: str, width: int = 80, program: str = "kvboost") -> str:
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
     console.print(what)
@@ -143,10 +180,11 @@ DRAWN = {
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--examples", metavar="MODEL", help="measure the examples on this model")
-    chosen = parser.parse_args().examples
+    parser.add_argument("--model", help="draw what needs a model, with this one")
+    chosen = parser.parse_args().model
     PICTURES.mkdir(exist_ok=True)
     for name, draw_it in DRAWN.items():
         (PICTURES / name).write_text(draw_it())
     if chosen:
+        (PICTURES / "explain.svg").write_text(explain_svg(chosen))
         (PICTURES / "examples.svg").write_text(examples_svg(chosen))

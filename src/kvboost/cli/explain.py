@@ -17,6 +17,7 @@ from kvboost.core import counted, percent
 from kvboost.errors import KVBoostError, missing_packages
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
     from kvboost.engine.results import ReuseReport
@@ -88,7 +89,9 @@ def _explain(options: argparse.Namespace) -> int:
         if options.json:
             sys.stdout.write(json.dumps(as_dict(report), indent=2) + "\n")
         else:
-            draw(report, tokens, engine.tokenizer)
+            from rich.console import Console  # noqa: PLC0415  (an extra)
+
+            draw(report, tokens, engine.tokenizer, Console())
     return 0
 
 
@@ -107,13 +110,17 @@ def as_dict(report: ReuseReport) -> dict[str, object]:
     return fields
 
 
-def draw(report: ReuseReport, tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
+def draw(
+    report: ReuseReport,
+    tokens: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    console: Console,
+) -> None:
     """Print the prompt with its spans in colours (in a pipe: `[kind]`), then a table of them."""
-    from rich.console import Console  # noqa: PLC0415  (an extra)
-    from rich.table import Table  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415  (an extra)
     from rich.text import Text  # noqa: PLC0415
 
-    console, text = Console(), Text()
+    text = Text()
     table = Table("tokens", "kind", "reason", box=None, header_style="bold")
     for each in report.spans:
         kind, span = each.kind.value, each.span
