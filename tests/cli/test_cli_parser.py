@@ -154,7 +154,7 @@ def test_a_folder_without_a_model_and_a_name_without_a_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for model, told in ((str(tmp_path), "has no config.json"), ("nobody/nothing", "give a folder")):
+    for model, told in ((str(tmp_path), "has no config.json"), ("nobody/nothing", "pass a folder")):
         assert main(["verify", "--model", model]) == 1
         last = capsys.readouterr().err.splitlines()[-1]
         assert last.startswith(f"kvboost: model '{model}': ") and told in last
