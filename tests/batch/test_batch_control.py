@@ -185,7 +185,7 @@ def test_a_listener_that_calls_the_engine_is_told_and_not_left_waiting(engine: K
             lambda: engine.generate_batch([[5]] * 9, 1),
             lambda: KVBoost.close(engine),
         ):
-            with pytest.raises(KVBoostError, match="inside a request"):
+            with pytest.raises(KVBoostError, match="engine's own thread"):
                 call()
             asked.append(call)
 

@@ -507,7 +507,7 @@ def test_calling_the_engine_from_inside_a_request_is_an_error_not_a_deadlock(
         ({"prompt": [1], "past_key_values": None}, "brings its own cache"),
         ({"prompt": [1], "token_healing": True}, "changes the prompt"),
         ({"prompt": [1], "reuse": "off", "mode": GenerationMode.BASELINE}, "give one"),
-        ({"prompt": [1], "chunk_size": 3}, "not per request"),
+        ({"prompt": [1], "chunk_size": 3}, "not of a request"),
         ({"prompt": [1], "reuse": "some"}, "off, exact, auto"),
     ],
 )

@@ -142,7 +142,7 @@ def test_a_folder_in_use_is_waited_for(tmp_path: Path) -> None:
     [
         ({"cache_url": "ftp://somewhere"}, "'ftp' is not one of memory://, file://, redis://"),
         ({"cache_url": "file://folder"}, "three slashes"),
-        ({"cache_url": "file:///a file:///b"}, "may be there once"),
+        ({"cache_url": "file:///a file:///b"}, "expected each kind of tier once"),
         ({"kv_cache_bits": 3}, "expected 16, 8 or 4"),
         ({"kv_cache_bits": 8, "deterministic": True}, "requires kv_cache_bits=16, got 8"),
         ({"max_disk_bytes": 1000}, "max_disk_bytes=1000"),

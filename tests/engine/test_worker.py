@@ -161,6 +161,6 @@ def test_idle_work_goes_on_though_it_is_never_quiet(
 
 
 def test_the_thread_cannot_close_itself(worker: Worker) -> None:
-    with pytest.raises(KVBoostError, match="inside a request"):
+    with pytest.raises(KVBoostError, match="engine's own thread"):
         worker.call(worker.close)
     assert worker.call(lambda: 7) == 7
