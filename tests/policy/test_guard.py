@@ -66,7 +66,7 @@ def test_without_idle_time_moved_text_waits_for_its_first_audits() -> None:
     wanted = sum(guard.wants_audit("tenant") for _ in range(MOST_UNJUDGED))
     assert wanted == NUM_TRIALS  # not more than are needed
     assert not guard.terms("tenant").allows_moved
-    assert "waits" in guard.terms("tenant").note
+    assert "until its first audits" in guard.terms("tenant").note
     for _ in range(NUM_TRIALS):
         guard.record("tenant", 0.1, 0.01, 1.0)
     assert guard.terms("tenant").allows_moved
