@@ -213,7 +213,7 @@ def test_random_traffic_never_runs_out_of_blocks() -> None:
 
 def test_a_paged_engine_is_loaded_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(*SUPPORTED["llama"])
-    monkeypatch.setattr("kvboost.engine.engine.load", lambda *_: (model, WordTokenizer()))
+    monkeypatch.setattr("kvboost.engine.engine.load_or_tell", lambda *_: (model, WordTokenizer()))
     with CPUPagedEngine.from_pretrained("any", num_blocks=40, block_size=8) as engine:
         stats = engine.paged_stats()
         assert (stats["num_blocks"], stats["block_size"], stats["used_blocks"]) == (40, 8, 0)

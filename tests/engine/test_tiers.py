@@ -146,7 +146,7 @@ def test_a_folder_in_use_is_waited_for(tmp_path: Path) -> None:
         ({"kv_cache_bits": 3}, "expected 16, 8 or 4"),
         ({"kv_cache_bits": 8, "deterministic": True}, "requires kv_cache_bits=16, got 8"),
         ({"max_disk_bytes": 1000}, "max_disk_bytes=1000"),
-        ({"disk_cache_dir": ""}, "not empty"),
+        ({"disk_cache_dir": ""}, "non-empty"),
         ({"disk_cache_dir": 5}, "disk_cache_dir=5"),
         ({"cache_url": "file:///a,redis://b"}, "separate several URLs by spaces"),
         ({"cache_url": "file:///a?max=4"}, "no option 'max=4'"),
