@@ -201,9 +201,7 @@ DRAWN = {
     "stages.svg": stages,
     "tiers.svg": tiers,
     "fleet.svg": fleet,
-    "first-token.svg": partial(
-        readme_picture, ROOT / "benchmarks" / "first-token" / "results.jsonl"
-    ),
+    "first-token.svg": partial(readme_picture, ROOT / "benchmarks" / "report" / "results.jsonl"),
 }
 
 if __name__ == "__main__":
