@@ -88,7 +88,7 @@ def test_layers_that_are_not_cut_compute_the_same_bits(tmp_path: Path) -> None:
 
 def test_a_generous_budget_streams_nothing(tmp_path: Path) -> None:
     model = saved(tmp_path)
-    weights = stream_weights(model, 500 * MB)
+    weights = stream_weights(model, "500MB")
     logits(model)
     assert weights.stats.streamed_bytes == weights.stats.window_bytes == 0
 
