@@ -154,7 +154,8 @@ def test_a_model_that_is_refused(
 
 
 def test_seconds_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--model", "any", "--seconds", "0"]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["doctor", "--model", "any", "--seconds", "0"])
     assert "--seconds=0.0: expected a number above 0" in capsys.readouterr().err
 
 

@@ -33,7 +33,7 @@ def test_a_model_names_the_adapter_of_a_request() -> None:
         for path, body in (("completions", {"prompt": "hi"}), ("warm", {"text": "hello"})):
             reply = client.post(f"/v1/{path}", json={**body, "model": "curt"})
             assert reply.status_code == 404
-            assert "this server has 'fake', 'terse'" in reply.json()["error"]["message"]
+            assert "available: 'fake', 'terse'" in reply.json()["error"]["message"]
 
 
 def test_adapters_are_listed_with_their_base_model() -> None:

@@ -238,7 +238,7 @@ def small_disk(tmp_path: Path) -> Path:
 
 def test_a_full_disk_is_used_as_far_as_it_goes(small_disk: Folder) -> None:
     tier = small_disk.open(64 * MIB)  # segments of 7.5 MiB: not one fits
-    with pytest.raises(TierUnavailable, match="no room"):
+    with pytest.raises(TierUnavailable, match="no space"):
         put(tier, 1)
     assert tier.get([key_of(1)]) == {}
     tier = small_disk.open(12 * MIB)  # segments of 1.4 MiB: four of eight fit

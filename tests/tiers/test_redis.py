@@ -382,7 +382,7 @@ def test_a_wrong_url_is_refused_with_the_reason(url: str, reason: str) -> None:
 
 def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(ConfigError, match="the extra `redis`"):
+    with pytest.raises(ConfigError, match="pip install redis hiredis"):
         RedisTier("redis://localhost")
 
 
