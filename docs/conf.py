@@ -37,6 +37,7 @@ nitpick_ignore_regex = [("py:class", r"[\w.\[\]]+")]  # types of signatures that
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
+autoclass_content = "both"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
