@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterator
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -23,17 +22,6 @@ BRIEF = [{"role": "user", "content": "Answer with one word: is water wet?"}]
 COUNTING = "Count: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22"
 LONG_TEXT = sorted(topics.values(), key=len)[-1][:1500]
 SETTLE_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def client(live: KVBoostServer) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def model(client: OpenAI) -> str:
-    return client.models.list().data[0].id
 
 
 def chat(client: OpenAI, model: str, **given: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
@@ -11,8 +10,6 @@ import pytest
 from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
-
-from servers import KVBoostServer
 
 pytestmark = [pytest.mark.model, pytest.mark.servers]
 
@@ -40,17 +37,6 @@ class Weather(BaseModel):
 
     city: Literal["Paris", "Rome"]
     is_sunny: bool
-
-
-@pytest.fixture(scope="module")
-def client(live: KVBoostServer) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def model(client: OpenAI) -> str:
-    return client.models.list().data[0].id
 
 
 def ask(client: OpenAI, model: str, **given: Any) -> Any:

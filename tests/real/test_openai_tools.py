@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI, pydantic_function_tool
 from pydantic import BaseModel
 
-from servers import KVBoostServer, kvboost_server
+from servers import kvboost_server
 
 pytestmark = [pytest.mark.model, pytest.mark.servers]
 
@@ -41,12 +41,6 @@ class Weather(BaseModel):
     city: Literal["Paris", "Rome"]
     is_sunny: bool
     degrees: int
-
-
-@pytest.fixture(scope="module")
-def client(live: KVBoostServer) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

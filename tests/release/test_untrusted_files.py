@@ -62,7 +62,7 @@ def test_code_of_a_model_is_not_run(original: Path, tmp_path: Path, sprung: Path
         "import os\nfrom transformers import PreTrainedConfig\n"
         f"os.mkdir({str(sprung)!r})\nclass TrapConfig(PreTrainedConfig): pass\n"
     )
-    with pytest.raises(ValueError, match="contains custom code"):
+    with pytest.raises(ValueError, match="pass trust_remote_code=True"):
         KVBoost.from_pretrained(str(folder))
     assert not sprung.exists()
 

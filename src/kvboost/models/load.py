@@ -133,7 +133,9 @@ def _why(name: str, error: Exception) -> str:
     said = str(error).partition("\n")[0].strip()
     if said.endswith(":"):  # a list follows
         said = " ".join(str(error).split())
-    said = said.rstrip(".") or type(error).__name__
+    said = said.rstrip(" .") or type(error).__name__
+    if "trust_remote_code" in str(error):
+        said += "; pass trust_remote_code=True if you trust it"
     if isinstance(error, OSError):
         said += "; pass a folder, a GGUF file, or a hub name while there is a connection"
     return said
