@@ -98,14 +98,12 @@ def assert_lookup_keeps_the_text(
     for edit in edits:
         prompt = ids(engine, edit_prompt(edit))
         wanted = bare.tokens(prompt, num_new)
-        for num_candidates in (3, 10):
-            arguments = {"prompt_lookup_num_tokens": num_candidates, "tenant": f"{num_candidates}"}
-            cold = engine.generate(prompt, num_new, **arguments)
-            assert cold.token_ids == wanted and (cold.cached_tokens > 100) == (edit != edits[0])
-            with counted(engine._parts.model.model) as sizes:
-                warm = engine.generate(prompt, num_new, **arguments)
-            assert warm.token_ids == wanted and warm.cached_tokens == len(prompt) - 1
-            num_forwards, num_tokens = num_forwards + len(sizes), num_tokens + len(wanted)
+        cold = engine.generate(prompt, num_new, prompt_lookup_num_tokens=10)
+        assert cold.token_ids == wanted and (cold.cached_tokens > 100) == (edit != edits[0])
+        with counted(engine._parts.model.model) as sizes:
+            warm = engine.generate(prompt, num_new, prompt_lookup_num_tokens=10)
+        assert warm.token_ids == wanted and warm.cached_tokens == len(prompt) - 1
+        num_forwards, num_tokens = num_forwards + len(sizes), num_tokens + len(wanted)
     assert num_forwards < 0.9 * num_tokens  # guesses were kept
 
 
@@ -125,20 +123,16 @@ def test_prompt_lookup_gives_the_text_that_moved_reuse_has_without_it(
     # Whether moved text is worth its repair is another matter, which the clock decides.
     monkeypatch.setattr(engine._parts.cost, "pays", lambda *work: True)
     code = f"```python\n{CODE}```\n"
-    for num_tokens in (3, 10):
-        answers = []
-        for tenant, lookup in (
-            ("plain", {}),
-            ("lookup", {"prompt_lookup_num_tokens": num_tokens}),
-        ):
-            own: dict[str, Any] = {"tenant": f"{tenant} {num_tokens}"}
-            engine.generate(f"Some code:\n{code}What is it?", 1, **own)
-            prompt = f"Read this, which someone else has written.\n{code}\nThe file again:\n```"
-            answers.append(engine.generate(prompt, NUM_NEW, reuse="auto", **own, **lookup))
-        plain, fast = answers
-        assert plain.cached_tokens == fast.cached_tokens > 100
-        assert fast.reuse.tokens(MatchKind.MOVED) == plain.reuse.tokens(MatchKind.MOVED) > 100
-        assert fast.token_ids == plain.token_ids
+    answers = []
+    for tenant, lookup in (("plain", {}), ("lookup", {"prompt_lookup_num_tokens": 3})):
+        own: dict[str, Any] = {"tenant": tenant}
+        engine.generate(f"Some code:\n{code}What is it?", 1, **own)
+        prompt = f"Read this, which someone else has written.\n{code}\nThe file again:\n```"
+        answers.append(engine.generate(prompt, NUM_NEW, reuse="auto", **own, **lookup))
+    plain, fast = answers
+    assert plain.cached_tokens == fast.cached_tokens > 100
+    assert fast.reuse.tokens(MatchKind.MOVED) == plain.reuse.tokens(MatchKind.MOVED) > 100
+    assert fast.token_ids == plain.token_ids
 
 
 def test_an_assistant_model_gives_the_greedy_text_on_reused_rows(
@@ -155,7 +149,7 @@ def test_an_assistant_model_gives_the_greedy_text_on_reused_rows(
 
 def test_a_stream_with_prompt_lookup_yields_the_greedy_text(engine: KVBoost, bare: Bare) -> None:
     prompt = ids(engine, edit_prompt(EDITS[0]))
-    stream = engine.stream(prompt, NUM_NEW, prompt_lookup_num_tokens=10)
+    stream = engine.stream(prompt, NUM_NEW, prompt_lookup_num_tokens=10, tenant="stream")
     pieces = list(stream)
     assert "".join(pieces) == engine.tokenizer.decode(bare.tokens(prompt)) and len(pieces) > 3
 

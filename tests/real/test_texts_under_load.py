@@ -1,4 +1,4 @@
-"""Greedy text does not depend on what else runs: 32 requests at once against each alone."""
+"""Greedy text does not depend on what else runs: many requests at once against each alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def text_of(client: httpx.AsyncClient, path: str, body: dict[str, Any]) ->
 
 
 def test_texts_under_load_are_those_alone(live: KVBoostServer) -> None:
-    num_requests = int(os.environ.get("KVBOOST_TEST_TEXTS", "36"))
+    num_requests = int(os.environ.get("KVBOOST_TEST_TEXTS", "20"))
     requests = [make_request(number) for number in range(num_requests)]
     limit = asyncio.Semaphore(NUM_AT_ONCE)
 
