@@ -72,7 +72,7 @@ class Parts:
 
     @property
     def working_tokens(self) -> int:
-        """Tokens of K/V that running requests may have in all."""
+        """The most tokens of K/V that all running requests may hold together."""
         return self.pool.num_tokens
 
 

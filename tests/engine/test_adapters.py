@@ -279,7 +279,7 @@ def test_a_model_comes_with_its_adapter_in_use(folders: dict[str, str]) -> None:
         engine.load_adapter("b", folders["b"])
         assert engine.generate(prompt, 1, adapter="b").cached_tokens == 0
         for change in (engine.unload_adapter, lambda name: engine.load_adapter(name, folders["b"])):
-            with pytest.raises(ConfigError, match="the model came with the adapter 'default'"):
+            with pytest.raises(ConfigError, match="adapter 'default' is part of the loaded model"):
                 change("default")
         engine.generate(prompt, 1, adapter="")
     assert answer_of(model, prompt, NUM_NEW) == wanted

@@ -242,7 +242,7 @@ def follow(
     sizes: Sequence[float] = (),
     max_names: int = MAX_NAMES,
 ) -> Findings:
-    """Read requests to their end; without `block_tokens` blocks are as the log has them."""
+    """Read all requests. Without `block_tokens`, the log's own block size is used."""
     findings = Findings()
     for batch in _batches(requests):
         if not findings.num_requests:

@@ -85,7 +85,7 @@ def kv_bytes_of(config: Path) -> float:
 
 
 def curves_of(findings: Findings) -> dict[str, Curve]:
-    """All curves by the names that people see."""
+    """All curves, by display name."""
     curves = {f"prefix {size}": curve for size, curve in findings.prefix.items()}
     return curves | ({"content": findings.content} if findings.content else {})
 

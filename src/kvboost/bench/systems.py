@@ -135,7 +135,7 @@ class WorkerProcess:
         return answers
 
     def close(self) -> None:
-        """Let it leave, and end it and what it started if it does not."""
+        """Ask the process to exit; kill it and its children if it does not."""
         assert self._process.stdin is not None
         with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
             self._process.stdin.close()

@@ -160,7 +160,7 @@ class Adapters:
         if not name:
             raise ConfigError("an adapter needs a name that is not empty")
         if name == self.default.name:
-            raise ConfigError(f"the model came with the adapter {name!r}: it stays")
+            raise ConfigError(f"adapter {name!r} is part of the loaded model; it cannot be replaced or removed")
 
     def _look_at_layers(self) -> None:
         self._layers = [*adapter_layers(self._model).values()]
@@ -223,7 +223,7 @@ def _load(model: PreTrainedModel, folder: str, slot: str) -> None:
     missing = [name for name in loaded.missing_keys if slot in name.split(".")]
     for what, names in (("lacks", missing), ("has, for no layer,", loaded.unexpected_keys)):
         if names:
-            raise UnsupportedModel(f"it {what} {len(names)} tensors, {min(names)} for one")
+            raise UnsupportedModel(f"it {what} {len(names)} tensors, for example {min(names)}")
 
 
 def _check(config: Any) -> None:

@@ -22,7 +22,7 @@ class Slots(Protocol):
         """Copy the first `len(span)` tokens of `kv` to the rows of `span`."""
 
     def read(self, span: Span) -> KV:
-        """The rows of `span`: views, or copies to be written."""
+        """The rows of `span`: views, or copies to pass to `write`."""
 
 
 class CausalModel(Protocol):

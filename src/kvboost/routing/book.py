@@ -30,7 +30,7 @@ class Report:
     places: _Names
 
     def to_wire(self) -> dict[str, object]:
-        """The same as plain values."""
+        """This report as values that JSON can hold."""
         return {"limit": self.limit, "places": self.places.astype("<u8").tobytes()}
 
     @classmethod

@@ -94,7 +94,7 @@ class Caller:
 
 
 class KeyRing:
-    """The keys of a server; without any, everybody is an administrator without a tenant."""
+    """The API keys of a server. Without keys, every caller is an administrator and has no tenant."""
 
     def __init__(
         self, keys: Sequence[dict[str, Any]] = (), clock: Callable[[], float] = time.monotonic

@@ -89,7 +89,7 @@ class WriteBehind:
         self._add(_Job(key, is_discard=False, is_chunk=is_chunk))
 
     def drop(self, num_chunks: int) -> None:
-        """Count chunks that will not be written."""
+        """Count chunks as dropped: they will not be written."""
         self.num_dropped += num_chunks
         self._metrics.add("dropped_writes", num_chunks)
 

@@ -65,7 +65,7 @@ class MemoryTier(OwnTier):
             return [gone for item in frames.items() for gone in self._put(*item, is_wanted=False)]
 
     def admit(self, frames: Mapping[FrameKey, memoryview]) -> list[FrameKey]:
-        """Like `put` for frames that are about to be read: they come in whatever they are worth."""
+        """Like `put`, for frames about to be read: admitted whatever their rank."""
         with self._lock:
             return [gone for item in frames.items() for gone in self._put(*item, is_wanted=True)]
 

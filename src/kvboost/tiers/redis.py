@@ -95,7 +95,7 @@ class RedisTier(Tier):
                     frames[key] = memoryview(answer)
                     largest_bytes = max(largest_bytes, len(answer))
                 elif answer is not None:
-                    raise TypeError(f"a frame was asked for, the answer is {type(answer)}")
+                    raise TypeError(f"expected a frame from Redis, got {type(answer)}")
                 room = max(2, _IN_FLIGHT_BYTES // largest_bytes)
                 num_ahead = min(num_ahead + 1, room, _MAX_IN_FLIGHT)
         return frames
@@ -177,7 +177,7 @@ class RedisTier(Tier):
         except self._no_room:
             return False
         if answer != b"OK":
-            raise TypeError(f"a frame was sent, the answer is {type(answer)}")
+            raise TypeError(f"expected OK from Redis, got {type(answer)}")
         return True
 
     @contextmanager

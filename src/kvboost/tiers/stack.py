@@ -74,7 +74,7 @@ class TierStack:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there may be more below memory than this process knows of."""
+        """Whether other processes may have stored chunks this process has not seen."""
         return any(not guarded.is_own for guarded in self._below)
 
     def patience(self, num_bytes: int = 0, compute_s: float | None = None) -> Patience:
@@ -168,7 +168,7 @@ class TierStack:
         return {} if shared is None else shared.get_notes(keys, patience, check_note)
 
     def put_notes(self, notes: Mapping[FrameKey, memoryview]) -> None:
-        """Note something for other processes in the shared tier."""
+        """Write small values to the shared tier, for other processes to read."""
         shared = self._shared()
         with self._lock:
             if shared is None or len(self._notes) + len(notes) > MOST_NOTES:

@@ -48,9 +48,9 @@ def print_page(
     findings: Sequence[Finding],
     settings: Sequence[Setting],
 ) -> None:
-    """Tables, findings, settings; in colours if `rich` is installed.
+    """Print tables, findings and settings; in colour if `rich` is installed.
 
-    `given` are the arguments that the model was loaded with, by name.
+    `given` holds the arguments the model was loaded with, by name.
     """
     tables = [] if visit.model.refusal else [lengths_table(visit), tiers_table(visit)]
     commands = _commands(given, settings) if settings else []

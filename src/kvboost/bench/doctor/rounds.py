@@ -74,7 +74,7 @@ class Rounds:
         """
         if longest is not None and longest <= PILOT_TOKENS[0]:
             raise ConfigError(
-                f"this model reads {longest} tokens at most: there is nothing to measure below "
+                f"this model's context is {longest} tokens; measuring needs at least "
                 f"{PILOT_TOKENS[0] + 1}"
             )
         self._parts, self._tokenizer = parts, tokenizer

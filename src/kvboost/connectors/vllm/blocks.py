@@ -69,7 +69,7 @@ class PagedCache:
 
 
 class BlockRows:
-    """The K/V of one request where vLLM has it (`kvboost.models.base.Slots`)."""
+    """The K/V of one request, in vLLM's own blocks (a `kvboost.models.base.Slots`)."""
 
     def __init__(self, cache: PagedCache, block_ids: Sequence[int]) -> None:
         self.exact_stop = sys.maxsize

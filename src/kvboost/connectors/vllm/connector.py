@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def _log_like_vllm() -> None:
-    """Say what is said here in the log of vLLM, which shows no other."""
+    """Send our log lines to vLLM's handlers; it shows no other logger."""
     ours, theirs = logging.getLogger("kvboost"), logging.getLogger("vllm")
     if not ours.handlers and not logging.getLogger().handlers:
         ours.handlers, ours.propagate = list(theirs.handlers), False
@@ -48,9 +48,9 @@ def _log_like_vllm() -> None:
 
 
 def _told(error: Exception) -> str:
-    """The reason for the other side; where it came from for the log, unless it was foreseen."""
+    """The reason as text; an unexpected error is also logged with its traceback."""
     if not isinstance(error, UnsupportedModel) or error.__cause__ is not None:
-        log.warning("KVBoost does not work as planned", exc_info=error)
+        log.warning("unexpected error in KVBoost; vLLM goes on without it", exc_info=error)
     return reason_of(error)
 
 
@@ -226,7 +226,7 @@ class KVBoostConnector(KVConnectorBase_V1):
         return None if report is None else WorkerMetadata(report)
 
     def shutdown(self) -> None:
-        """Finish writing."""
+        """Wait for pending writes, then close all tiers."""
         if self._worker is not None:
             self._worker.close()
 

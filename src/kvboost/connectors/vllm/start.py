@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Start:
-    """Builds the worker's side, then certifies the model for it."""
+    """Builds the worker side of the connector and certifies the model."""
 
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options

@@ -38,7 +38,7 @@ class KVBoostStats(KVConnectorStats):
 
     @classmethod
     def of(cls, counts: Mapping[str, int]) -> KVBoostStats | None:
-        """Those counts that are not zero; None if all are."""
+        """The non-zero counts, or None if there are none."""
         data = {name: counts[name] for name in COUNTED if counts.get(name)}
         return cls(data=data) if data else None
 

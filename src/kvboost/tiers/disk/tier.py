@@ -414,7 +414,7 @@ class DiskTier(OwnTier):
             except OSError as error:
                 if not self._is_log_stuck:
                     log.warning(
-                        "%s: the index log cannot be shortened yet: %s", self._folder, error
+                        "%s: cannot compact the index log yet: %s", self._folder, error
                     )
                 self._is_log_stuck = True
             else:
