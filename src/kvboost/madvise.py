@@ -6,7 +6,8 @@ import ctypes
 from functools import cache
 from typing import Any
 
-WILLNEED, DONTNEED, POPULATE_READ = 3, 4, 22  # the last one from Linux 5.14 on
+WILLNEED, DONTNEED = 3, 4
+POPULATE_READ, POPULATE_WRITE = 22, 23  # from Linux 5.14 on
 
 
 def madvise(address: int, num_bytes: int, advice: int) -> int:

@@ -135,8 +135,8 @@ def _for_owner(path: str, flags: int) -> int:
 
 def _map(file: int, num_bytes: int) -> npt.NDArray[np.uint8]:
     """A private mapping of a file. Python's own would hold a file descriptor for as long."""
-    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-    address = libc().mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, 0)
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = libc().mmap(None, num_bytes, access, mmap.MAP_PRIVATE, file, 0)
     if address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     room = (ctypes.c_ubyte * num_bytes).from_address(address)
