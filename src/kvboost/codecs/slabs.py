@@ -64,11 +64,11 @@ class Slabs:
         self._returned.append((slab, start))
 
     def _collect(self) -> None:
-        """Make slots that were returned usable again, and unmap slabs of which none is used."""
+        """Make returned slots usable again; unmap empty slabs, but for one of each size."""
         while self._returned:
             slab, start = self._returned.popleft()
             slab.free.append(start)
             slabs = self._with_room[slab.slot_bytes]
             slabs[slab] = None
-            if len(slab.free) == slab.num_slots:
+            if len(slab.free) == slab.num_slots and len(slabs) > 1:
                 del slabs[slab]
