@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from kvboost.metrics import Metrics
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
 from kvboost.reuse.store import commit
+from kvboost.tiers import guarded
 from kvboost.tiers.base import Tier
 from kvboost.tiers.behind import FIRST_PAUSE_S, WriteBehind
 from kvboost.tiers.guarded import PROBE
@@ -157,6 +159,65 @@ def test_a_fault_below_is_a_miss_and_passes(fault: str, kind: type[FaultyTier]) 
             assert below.num_chunks < 5  # dropped, to be stored again
         else:
             wait_for(lambda: len(fetch(store, keys)) == 5)
+
+
+class RatedDisk(FaultyDisk):
+    """Delivers so many bytes in a second, one frame after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes_per_s = math.inf
+        self.asked: list[FrameKey] = []
+
+    def get(self, keys: Sequence[FrameKey]) -> dict[FrameKey, memoryview]:
+        found = super().get(keys)
+        self.asked += found
+        for frame in found.values():
+            time.sleep(frame.nbytes / self.bytes_per_s)
+            self.bytes_read += frame.nbytes
+        return found
+
+
+class RatedServer(RatedDisk, FaultyTier):
+    """The same as a tier that others write, too."""
+
+
+@pytest.mark.parametrize("kind", [RatedDisk, RatedServer])
+def test_a_tier_that_is_slower_than_the_model_is_asked_for_a_batch_now_and_then(
+    kind: type[RatedDisk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarded, "LEAST_TIMED_BYTES", 1)
+    monkeypatch.setattr(guarded, "RATE_PROBE_S", 1e9)
+    disk = kind()
+    keys = filled(disk, list(range(80)))
+    num_bytes = sum(len(disk.frames[key]) for key in keys)
+
+    def num_loaded(store: ChunkStore) -> tuple[int, int]:
+        """Chunks that came, and that were asked for, where computing takes a fifth of a second."""
+        store.tiers.raise_mapped()
+        store.tiers._raiser.submit(lambda: None).result(20)
+        wait_for(lambda: store.tiers._below[0]._began_at is None)
+        store.tiers.memory.discard(keys)
+        disk.asked.clear()
+        patience = store.tiers.patience(num_bytes, compute_s=0.2)
+        store.bring(keys, patience, in_order=True)
+        return len(store.tiers.get(keys, patience)), len(disk.asked)
+
+    with opened(disk) as store:
+        assert num_loaded(store) == (10, 10)
+        disk.bytes_per_s = num_bytes / 2
+        assert num_loaded(store)[0] < 10  # patience ends
+        assert num_loaded(store) == num_loaded(store) == (0, 0)  # known by now
+        disk.bytes_per_s = math.inf
+        assert num_loaded(store) == (0, 0)
+        store.tiers._below[0]._probe_at = 1.0  # long ago
+        assert num_loaded(store) == num_loaded(store) == (10, 10)
+
+
+def test_a_busy_tier_is_waited_for_in_proportion_to_what_it_saves() -> None:
+    with opened(FaultyDisk(), deadline_s=0.5) as store:
+        seconds = [store.tiers.patience(1000, compute_s).left_s for compute_s in (0.2, 1, 10, 100)]
+        assert seconds == pytest.approx([0.2, 0.5, 2.5, 25], abs=0.1)
 
 
 class LateDisk(FaultyDisk):
