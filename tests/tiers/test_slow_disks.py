@@ -53,7 +53,7 @@ def fill(folder: Path) -> list[FrameKey]:
 @contextmanager
 def stack_on(folder: Path, deadline_s: float) -> Iterator[TierStack]:
     stack = TierStack(MemoryTier(8 << 20), Metrics(), deadline_s)
-    stack.add_below(Opener("disk", lambda: DiskTier(folder, 256 << 20)), lambda _: None)
+    stack.add_below(Opener("disk", lambda: DiskTier(folder, 256 << 20)), lambda _: iter(()))
     yield stack
     stack.close()
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fakes import GEOMETRY, FakeSlots, FaultyDisk, FaultyTier, store_of
-from kvboost.codecs.frame import read
+from kvboost.codecs.frame import Head, read
 from kvboost.core import FrameKey, PrefixKey
 from kvboost.errors import TierUnavailable
 from kvboost.metrics import Metrics
@@ -20,6 +20,7 @@ from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
 from kvboost.reuse.store import commit
 from kvboost.tiers import guarded
+from kvboost.tiers import store as store_module
 from kvboost.tiers.base import Tier
 from kvboost.tiers.behind import FIRST_PAUSE_S, WriteBehind
 from kvboost.tiers.guarded import PROBE
@@ -137,6 +138,12 @@ def filled(tier: FaultyTier, tokens: list[int]) -> list[FrameKey]:
     return keys
 
 
+def frames_of(tokens: list[int]) -> dict[FrameKey, bytes]:
+    disk = FaultyDisk()
+    filled(disk, tokens)
+    return disk.frames
+
+
 @pytest.mark.parametrize("fault", ["down", "lost", "truncated", "corrupted", "frozen"])
 @pytest.mark.parametrize("kind", [FaultyTier, FaultyDisk])
 def test_a_fault_below_is_a_miss_and_passes(fault: str, kind: type[FaultyTier]) -> None:
@@ -218,6 +225,34 @@ def test_a_busy_tier_is_waited_for_in_proportion_to_what_it_saves() -> None:
     with opened(FaultyDisk(), deadline_s=0.5) as store:
         seconds = [store.tiers.patience(1000, compute_s).left_s for compute_s in (0.2, 1, 10, 100)]
         assert seconds == pytest.approx([0.2, 0.5, 2.5, 25], abs=0.1)
+
+
+class LongDisk(FaultyDisk):
+    """Has so much that reading what it is takes a while."""
+
+    may_finish = threading.Event()
+
+    def heads(self) -> Iterator[Head]:
+        for head in super().heads():
+            self.may_finish.wait(0.1)
+            yield head
+
+
+def test_a_disk_is_used_while_what_it_has_is_still_being_learned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_module, "ADOPTED_AT_ONCE", 1)
+    disk, store = LongDisk(), store_of()
+    disk.frames = dict(frames_of(list(range(400))))
+    keys = list(disk.frames)
+    store.tiers.add_below(Opener("disk", lambda: disk, patience_s=0.0), store.adopt)
+    wait_for(lambda: len(store.index) > 0)
+    assert set(store.tiers.get(keys[:3])) == set(keys[:3])
+    assert len(store.index) < len(keys)
+    del disk.frames[keys[-1]]
+    disk.may_finish.set()
+    wait_for(lambda: len(store.index) == len(keys) - 1)
+    store.tiers.close()
 
 
 class LateDisk(FaultyDisk):

@@ -97,12 +97,13 @@ class GuardedTier:
         make: Callable[[], Tier],
         source: Source,
         metrics: Metrics,
-        opened: Callable[[Tier], None],
+        opened: Callable[[Tier], Iterator[None]],
         deadline_s: float,
     ) -> None:
-        """`make` opens the tier and `opened` is told of it, both on the reading thread.
+        """`make` opens the tier and `opened` learns what it has, both on the reading thread.
 
-        A `make` that failed is called again later. A tier that is silent for `deadline_s` is dead.
+        Requests are served between the steps of `opened`. A `make` that failed is called again
+        later. A tier that is silent for `deadline_s` is dead.
         """
         self.name = name
         self._deadline_s = deadline_s
@@ -111,6 +112,8 @@ class GuardedTier:
         self._metrics = metrics
         self._tier: Tier | None = None
         self._is_up = False
+        self._adoption: Iterator[None] = iter(())
+        self._is_adopted = False
         self._is_closed = threading.Event()
         self._was_tried = threading.Event()
         self._refusal: ConfigError | None = None
@@ -319,27 +322,30 @@ class GuardedTier:
         self._retry_at = time.monotonic() + self._pause_s
         try:
             if self._tier is None:
-                self._tier = self._open()
+                self._tier = self._make()
             self._tier.get([PROBE])
+            if not self._is_adopted:
+                self._adoption = self._opened(self._tier)
+                self._adopt()
             self._is_up = True
             level = logging.WARNING if self._num_faults else logging.INFO
             log.log(level, "cache tier %s works", self.name)
         except ConfigError as error:
             self._refusal = error
             self._is_closed.set()
+            self._was_tried.set()
         except Exception as error:
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             self._note(error)
-        self._was_tried.set()
+            self._was_tried.set()
 
-    def _open(self) -> Tier:
-        tier = self._make()
-        try:
-            self._opened(tier)
-        except BaseException:
-            tier.close()
-            raise
-        return tier
+    def _adopt(self) -> None:
+        """Learn some more of what the tier has kept, and let reads have a turn."""
+        if next(self._adoption, _wake_up) is not _wake_up:
+            self._jobs.put(self._adopt)
+            return
+        self._is_adopted = True
+        self._was_tried.set()
 
     def _carry_out(self, read: _Read) -> None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,8 +56,10 @@ class TierStack:
         self._loading = threading.Lock()
         self._raiser = ThreadPoolExecutor(1, "kvboost-raise")
 
-    def add_below(self, opener: Opener, opened: Callable[[Tier], None]) -> None:
-        """Put a tier below those that are here, and wait until it was opened or failed to.
+    def add_below(self, opener: Opener, opened: Callable[[Tier], Iterator[None]]) -> None:
+        """Put a tier below those that are here, and wait a while until all it has is known.
+
+        `opened` learns that step by step. What is not known yet is a miss.
 
         Raises:
             ConfigError: it can never be opened.

@@ -179,8 +179,8 @@ class DiskTier(OwnTier):
         return key in self._places
 
     def heads(self) -> Iterator[Head]:
-        """What all frames say of themselves; those without a sound head are dropped."""
-        for key in list(self._places):
+        """What all frames say of themselves, the latest first; unsound ones are dropped."""
+        for key in reversed(list(self._places)):
             head = self._head(key)
             if head is None or head.entry.key != key:
                 self.discard([key])
@@ -393,12 +393,16 @@ class DiskTier(OwnTier):
 
     def _head(self, key: FrameKey) -> Head | None:
         """What a frame's head says, or None if it cannot be read."""
-        place = self._places[key]
         with self._lock:
+            place = self._places.get(key)
+            if place is None:  # it has left meanwhile
+                return None
             for num_bytes in (HEAD_GUESS_BYTES, MAX_HEAD_BYTES):
                 segment = self._segments[place.segment]
                 try:
-                    return read(segment.read(place.offset, min(num_bytes, place.num_bytes)))
+                    found = segment.read(place.offset, min(num_bytes, place.num_bytes))
+                    self._came(found.nbytes)
+                    return read(found)
                 except FrameError:
                     continue
                 except OSError as error:
