@@ -123,6 +123,7 @@ class MemoryTier(OwnTier):
             held = [key for key in keys if key in self._frames]
             for key in held:
                 self._pinned_until[key] = max(until, self._pinned_until.get(key, until))
+                self._eviction.set_aside(key)
                 if until < math.inf:
                     heapq.heappush(self._ends_of_pins, (until, key))
             return len(held)
