@@ -139,6 +139,15 @@ class Options:
         default=0,
         metadata=about("how long an idle batch waits for company before it starts", low=0),
     )
+    inter_token_target_ms: int | None = field(
+        default=None,
+        metadata=about(
+            "inter-token latency to aim for while prompts are prefilled beside running answers; "
+            "lower favours running answers, higher first tokens; None: about twice the latency "
+            "without prompts",
+            low=1,
+        ),
+    )
     block_size: int = field(
         default=16, metadata=about("tokens in a block of working K/V", low=1, high=4096)
     )

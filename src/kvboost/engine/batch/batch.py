@@ -52,7 +52,7 @@ class Batch:
         self._waiting = FairQueue()
         self._running: list[Member] = []
         self._live = LivePrompts()
-        self._pace = Pace()
+        self._pace = Pace(parts.options.inter_token_target_ms)
         self._num_steps = self._num_answers_stepped = 0
         # Of adapters that are loaded; who comes back at once must not be first each time.
         self._last_steps: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
