@@ -114,9 +114,9 @@ class Batch:
         now = time.perf_counter()
         for member in [*self._running, *self._waiting]:
             if member.ticket.is_cancelled:
-                self._fail(member, CancelledError("cancelled by its caller"))
+                self._fail(member, CancelledError("cancelled by its caller"), keeps=True)
             elif member.deadline_at is not None and now > member.deadline_at:
-                self._fail(member, DeadlineExceeded("not done in time"))
+                self._fail(member, DeadlineExceeded("not done in time"), keeps=True)
 
     def _let_join(self) -> None:
         """Take in requests as long as their prompts fit in the next step, and a few more.
@@ -320,30 +320,43 @@ class Batch:
             member.ticket.future.set_result(completion)
             looked_up = member.terms.reuse != "off"
             count(member.request, member.prefilled, member.parts, looked_up=looked_up)
+            self._keep(member)
             if looked_up:
-                self._keep(member)
+                self._audit(member)
         except Exception:
-            log.exception("storing an answer failed; the answer is not affected")
+            log.exception("accounting for an answer failed; the answer is not affected")
         finally:
             member.owner.close()
 
     def _keep(self, member: Member) -> None:
+        """Store the K/V that a request has computed so far, between two steps."""
         request, parts, prefilled = member.request, member.parts, member.prefilled
-        assert prefilled is not None
-        tokens = [*request.tokens, *member.output][: member.rows.length]
+        if prefilled is None or member.terms.reuse == "off":
+            return
+        tokens = [*request.tokens, *member.output][: member.num_computed]
         if parts.piece_tokens is not None:
             tokens = request.tokens[: prefilled.pending[0]]
-        if tokens:
-            keep(prefilled, tokens, parts, tenant=request.tenant)
-        audit = prepare_audit(request, parts, prefilled, member.terms, member.output)
+        try:
+            if tokens:
+                keep(prefilled, tokens, parts, tenant=request.tenant)
+        except Exception:
+            log.exception("K/V could not be stored; the request is not affected")
+
+    def _audit(self, member: Member) -> None:
+        parts, prefilled = member.parts, member.prefilled
+        assert prefilled is not None
+        audit = prepare_audit(member.request, parts, prefilled, member.terms, member.output)
         if audit is not None:
             self._add_idle(carry_out(audit, parts))
 
-    def _fail(self, member: Member, error: BaseException) -> None:
+    def _fail(self, member: Member, error: BaseException, *, keeps: bool = False) -> None:
+        """End a request with an error; `keeps` its K/V, so that a retry continues from there."""
         self._leave(member)
-        member.owner.close()
         # A traceback leads to the K/V of all requests of the step; it was logged.
         member.ticket.future.set_exception(error.with_traceback(None))
+        if keeps:
+            self._keep(member)
+        member.owner.close()
 
     def _leave(self, member: Member) -> None:
         """Give up what a request has of the batch, before its caller knows that it has ended."""

@@ -69,6 +69,11 @@ class Member:
         assert self.prefilled is not None
         return self.prefilled.slots
 
+    @property
+    def num_computed(self) -> int:
+        """Tokens from the first on whose K/V is there."""
+        return self.pending[0] if self.pending else self.rows.length
+
     def start(self, prefilled: Prefilled[Rows]) -> None:
         """Join the batch."""
         self.prefilled, self.pending = prefilled, list(prefilled.pending)
@@ -76,8 +81,8 @@ class Member:
 
     def note_ready(self) -> None:
         """Let others share what is computed of the prompt, as far as it is exact."""
-        first = self.pending[0] if self.pending else len(self.request.tokens)
-        self.owner.num_ready = min(first, self.rows.exact_stop)
+        num_prompt = min(self.num_computed, len(self.request.tokens))
+        self.owner.num_ready = min(num_prompt, self.rows.exact_stop)
 
     def next_segment(self, most: int) -> Segment:
         """What it computes in the next step: at most that many of its prompt, or one token."""
