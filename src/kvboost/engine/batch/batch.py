@@ -269,35 +269,44 @@ class Batch:
         num_answers = sum(not s.pending for s in segments.values())
         num_prompt = sum(len(g.tokens) for g, s in segments.items() if not s.output)
         num_decoding = sum(bool(s.output) for s in segments.values())
-        try:
-            logits = first.parts.model.forward_packed(list(segments))
-            ready = {g: s for g, s in segments.items() if not s.pending}
-            choices: list[Choice | Exception] = []
-            if ready:
-                rows, choosers = [logits[g] for g in ready], [s.chooser for s in ready.values()]
-                choices = choose(rows, choosers)
-        except Exception as error:
-            log.exception("a step failed; its requests end with it")
-            for member in segments.values():
-                self._fail(member, error)
-            return
-        for member in segments.values():
+        outcomes = self._run(segments)
+        for segment, member in segments.items():
+            outcome = outcomes[segment]
+            if isinstance(outcome, Exception):
+                log.error("a request failed", exc_info=outcome)
+                self._fail(member, outcome)
+                continue
             if not member.output:
                 member.note_ready()
-        for member, choice in zip(ready.values(), choices, strict=True):
-            self._go_on(member, choice)
+            if outcome is not None:
+                self._go_on(member, outcome)
         self._num_steps += 1
         self._last_steps[first.request.adapter] = self._num_steps
         self._num_answers_stepped += num_answers
         self._pace.observe(time.perf_counter() - started, num_decoding, num_prompt)
 
-    def _go_on(self, member: Member, choice: Choice | Exception) -> None:
+    def _run(self, segments: dict[Segment, Member]) -> dict[Segment, Choice | Exception | None]:
+        """Each request's next token, None inside a prompt, or what went wrong with it.
+
+        If a step fails, its requests run one by one, and only those fail that fail alone.
+        """
+        try:
+            return _run_together(segments)
+        except Exception as error:
+            if len(segments) == 1:
+                return dict.fromkeys(segments, error)
+            log.exception("a step failed; its requests run one by one")
+        outcomes: dict[Segment, Choice | Exception | None] = {}
+        for segment, member in segments.items():
+            segment.rewind()
+            outcomes |= self._run({segment: member})
+        return outcomes
+
+    def _go_on(self, member: Member, choice: Choice) -> None:
         if not member.output:
             self._prompt_is_done(member)
         completion = None
         try:
-            if isinstance(choice, Exception):
-                raise choice
             member.accept(choice)
             if member.finish_reason is not None:
                 completion = _completion(member)
@@ -367,6 +376,15 @@ class Batch:
         self._live.remove(member.owner)
         member.request.stop_loading()
         member.give_back_place()
+
+
+def _run_together(segments: dict[Segment, Member]) -> dict[Segment, Choice | Exception | None]:
+    model = next(iter(segments.values())).parts.model
+    logits = model.forward_packed(list(segments))
+    ready = [segment for segment, member in segments.items() if not member.pending]
+    choosers = [segments[segment].chooser for segment in ready]
+    choices = choose([logits[segment] for segment in ready], choosers) if ready else []
+    return dict.fromkeys(segments) | dict(zip(ready, choices, strict=True))
 
 
 def _completion(member: Member) -> Completion:
