@@ -33,7 +33,7 @@ def member(tenant: str = "", num_tokens: int = 100) -> Any:
 
 
 def take(queue: FairQueue, is_ready: Any = lambda _: True) -> Any:
-    chosen = queue.first(is_ready)
+    chosen = next(filter(is_ready, queue.in_order(lambda _: 0.0)), None)
     if chosen is not None:
         queue.take(chosen)
     return chosen
@@ -83,6 +83,14 @@ def test_who_is_not_ready_keeps_its_place_in_line() -> None:
     assert take(queue, lambda each: each is second) is second
     assert take(queue, lambda each: False) is None
     assert take(queue) is first
+
+
+def test_the_tenant_with_the_smallest_share_is_next_and_of_equals_the_newest() -> None:
+    queue = FairQueue()
+    for tenant in "abc":
+        queue.add(member(tenant))
+    shares = {"a": 0.5, "b": 0.2, "c": 0.2}
+    assert [each.request.tenant for each in queue.in_order(shares.__getitem__)] == ["c", "b", "a"]
 
 
 def test_tenants_that_left_are_forgotten() -> None:

@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 from kvboost.build import Parts
 from kvboost.engine.answer import terms_of, why_not
 from kvboost.engine.audit import carry_out, prepare_audit
+from kvboost.engine.batch.admission import Admission
 from kvboost.engine.batch.live import LEAST_SHARED, LivePrompts, Owner
 from kvboost.engine.batch.member import Member
 from kvboost.engine.batch.pace import Pace
-from kvboost.engine.batch.queue import FairQueue
 from kvboost.engine.prefill import decide, fill, keep, named_chunks
 from kvboost.engine.report import count, report
 from kvboost.engine.results import Completion, Phases
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHARED_STEP = 32  # rows are shared in multiples of this, so that many requests share as many
-MOST_COMPUTING = 4  # prompts that are computed at once if they do not fit in a step
 POLL_S = 0.002  # how often to look whether a request that waits can start
 FIRST_NEW_ROWS = 128  # room for an answer to start with; buffers grow when it is longer
 
@@ -49,8 +48,9 @@ class Batch:
 
     def __init__(self, parts: Parts, add_idle: Callable[[Idle], None]) -> None:
         self._parts, self._add_idle = parts, add_idle
-        self._waiting = FairQueue()
         self._running: list[Member] = []
+        self._admission = Admission(parts, self._running)
+        self._waiting = self._admission.waiting
         self._live = LivePrompts()
         self._pace = Pace(parts.options.inter_token_target_ms)
         self._num_steps = self._num_answers_stepped = 0
@@ -67,7 +67,7 @@ class Batch:
             self._drop_unwanted()
             if self._is_gathering:
                 return POLL_S
-            self._let_join()
+            self._admit()
             segments = self._next_segments()
             if segments:
                 self._compute(segments)
@@ -88,7 +88,7 @@ class Batch:
     def _is_gathering(self) -> bool:
         """Whether an idle batch still waits for company."""
         window_s = self._parts.options.batch_window_ms / 1e3
-        if window_s == 0 or self._running or len(self._waiting) >= self._most_running:
+        if window_s == 0 or self._running or len(self._waiting) >= self._admission.most_running:
             return False
         calls = [each.request.started_at for each in self._waiting]
         return bool(calls) and time.perf_counter() - min(calls) < window_s
@@ -118,20 +118,14 @@ class Batch:
             elif member.deadline_at is not None and now > member.deadline_at:
                 self._fail(member, DeadlineExceeded("not done in time"), keeps=True)
 
-    def _let_join(self) -> None:
-        """Take in requests as long as their prompts fit in the next step, and a few more.
-
-        So a short prompt does not wait for a long one.
-        """
-        while len(self._running) < self._most_running:
-            computing = [each for each in self._running if each.pending]
-            num_pending = sum(len(each.pending) for each in computing)
-            is_full = num_pending >= self._room_for_prompts(computing)
-            if is_full and len(computing) >= MOST_COMPUTING:
-                return
-            # Who is first in line and does not fit is not overtaken, or it might wait for ever.
-            member = self._waiting.first(self._is_ready)
-            if member is None or not self._fits(member):
+    def _admit(self) -> None:
+        """Take in requests as long as their prompts fit in the next step, and a few more."""
+        while True:
+            prefills = [each for each in self._running if each.pending]
+            num_pending = sum(len(each.pending) for each in prefills)
+            is_full = num_pending >= self._room_for_prompts(prefills)
+            member = self._admission.next(self._is_ready, is_full=is_full)
+            if member is None:
                 return
             self._waiting.take(member)
             try:
@@ -140,29 +134,11 @@ class Batch:
                 log.exception("a request could not be started")
                 self._fail(member, error)
 
-    @property
-    def _most_running(self) -> int:
-        """A member that rotates its keys unlike others has the batch for itself."""
-        if self._running and self._is_alone(self._running[0]):
-            return 1
-        return self._parts.options.max_batch_size if self._parts.piece_tokens is None else 1
-
-    def _is_alone(self, member: Member) -> bool:
-        return self._parts.model.is_alone(member.num_tokens)
-
     def _is_ready(self, member: Member) -> bool:
         loading = member.request.loading
         if loading is not None and not loading.done():
             return False
         return not self._running or not self._waits_for_another(member)
-
-    def _fits(self, member: Member) -> bool:
-        if not self._running:
-            return True
-        if self._is_alone(member):
-            return False
-        sizes = [(each.rows, each.num_tokens) for each in self._running]
-        return self._parts.pool.fits(sizes, member.num_tokens)
 
     def _waits_for_another(self, member: Member) -> bool:
         """Whether another request computes most of what this one needs right now."""
@@ -178,7 +154,7 @@ class Batch:
     def _find_alike(self, member: Member) -> tuple[Owner | None, int]:
         request, parts = member.request, member.parts
         may_share = parts.model.packs and parts.piece_tokens is None and request.reuse != "off"
-        if not may_share or self._is_alone(member):
+        if not may_share or self._admission.is_alone(member):
             return None, 0
         if member.names is None:
             chunks, keys, _ = named_chunks(request.tokens, parts, request.tenant)
@@ -249,13 +225,13 @@ class Batch:
 
     def _room_for_prompts(self, computing: list[Member]) -> int:
         num_decoding = len(self._running) - len(computing)
-        num_free = self._most_running - len(self._running)
+        num_free = self._admission.most_running - len(self._running)
         num_waiting = len(computing) + min(len(self._waiting), num_free)
         return self._pace.prompt_tokens(num_decoding, num_waiting)
 
     def _is_whole(self, member: Member) -> bool:
         """Whether a prompt must not be cut: its bits or its rotation depend on the piece."""
-        return self._parts.piece_tokens is not None or self._is_alone(member)
+        return self._parts.piece_tokens is not None or self._admission.is_alone(member)
 
     def _add_piece(self, segments: dict[Segment, Member], member: Member, most: int) -> int:
         member.was_beside |= len(self._running) > 1

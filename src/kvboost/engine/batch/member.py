@@ -40,6 +40,7 @@ class Member:
     deadline_at: float | None = None  # by `time.perf_counter`
     names: tuple[list[Chunk], list[ChunkKeys]] | None = None
     owner: Owner = field(default_factory=Owner)
+    num_passed: int = 0  # requests that joined before it because it did not fit
 
     # Since it joined the batch.
     terms: Terms = field(init=False)
