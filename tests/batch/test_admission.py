@@ -1,4 +1,4 @@
-"""Places, and who joins the batch: tenants take turns, and nobody waits for ever. No model needed."""
+"""Queue places, admission and preemption: tenants take turns, nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -79,13 +79,20 @@ class Job:
     num_passed: int = 0
     pending: list[int] = field(default_factory=list)
 
+    num_preempted: int = 0
+    grows: int = 0  # tokens a step
+
     def __post_init__(self) -> None:
         self.request = SimpleNamespace(tenant=self.tenant)
-        self.rows = self
+        self.rows = SimpleNamespace(shared=None)
 
     @property
     def num_reserved(self) -> int:
         return self.num_tokens
+
+    @property
+    def has_grown(self) -> bool:
+        return self.grows > 0
 
 
 class Scheduler:
@@ -102,7 +109,7 @@ class Scheduler:
             pool=pool,
         )
         self.admission = Admission(parts, self.running)
-        self.now = 0
+        self.now = 1
         self.waits: dict[Any, int] = {}
 
     def add(self, *jobs: Job) -> None:
@@ -110,15 +117,26 @@ class Scheduler:
             job.came_at = self.now
             self.admission.waiting.add(job)  # type: ignore[arg-type]
 
+    def preempt(self, job: Any) -> None:
+        job.num_preempted += 1
+        self.running.remove(job)
+        self.admission.waiting.put_back(job)
+
     def step(self, is_full: bool = False) -> None:
-        while (job := self.admission.next(lambda _: True, is_full=is_full)) is not None:
+        while (job := self.admission.overflow()) is not None:
+            self.preempt(job)
+        while (chosen := self.admission.next(lambda _: True, is_full=is_full)) is not None:
+            job, preempted = chosen
+            for each in preempted:
+                self.preempt(each)
             self.admission.waiting.take(job)
-            job.joined_at = self.now
+            job.joined_at = job.joined_at or self.now + len(self.waits) / 1000
             self.waits.setdefault(job, self.now - job.came_at)
             self.running.append(job)
         assert sum(each.num_tokens for each in self.running) <= POOL
         for job in list(self.running):
             job.num_steps -= 1
+            job.num_tokens += job.grows
             if job.num_steps == 0:
                 self.running.remove(job)
         self.now += 1
@@ -126,13 +144,58 @@ class Scheduler:
 
 def test_a_request_that_fits_passes_one_that_does_not() -> None:
     scheduler = Scheduler()
-    scheduler.add(Job("a", 900, num_steps=500), Job("a", 900))
+    scheduler.add(long := Job("a", 900, num_steps=500), Job("a", 900))
     scheduler.step()
     small = [Job("b", 50) for _ in range(100)]
     for job in small:
         scheduler.add(job)
         scheduler.step()
     assert [scheduler.waits[job] for job in small] == [0] * 100
+    assert long.num_preempted == 0
+
+
+@pytest.mark.parametrize("num_tokens", [10, 120])
+def test_a_tenant_that_has_everything_gives_way_to_others(num_tokens: int) -> None:
+    """Places of the batch (8 x 10 tokens), or the pool (8 x 120)."""
+    scheduler = Scheduler()
+    scheduler.add(*[hog := Job("a", num_tokens, num_steps=10**6) for _ in range(40)])
+    scheduler.step()
+    small = [Job("b", 100, num_steps=3) for _ in range(100)]
+    for job in small:
+        scheduler.add(job)
+        scheduler.step()
+    assert max(scheduler.waits[job] for job in small) == 0
+    counts = Counter(job.tenant for job in scheduler.running)
+    assert counts["a"] >= 5 and counts["b"] >= 2
+    assert hog.num_preempted == 0  # it never ran
+    assert max(job.num_preempted for job in small) == 0
+
+
+def test_a_tenant_gets_its_share_and_no_more() -> None:
+    scheduler = Scheduler()
+    scheduler.add(*[Job("a", 10, num_steps=10**6) for _ in range(20)])
+    scheduler.step()
+    first = list(scheduler.running)
+    scheduler.add(*[Job("b", 10, num_steps=10**6) for _ in range(20)])
+    for _ in range(50):
+        scheduler.step()
+        assert Counter(job.tenant for job in scheduler.running) == {"a": 4, "b": 4}
+    # The youngest gave way, once, and the oldest go on.
+    assert [job.num_preempted for job in first] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_when_outputs_outgrow_the_pool_the_oldest_go_on_and_all_finish() -> None:
+    scheduler = Scheduler()
+    jobs = [Job("a", 50, num_steps=20, grows=10) for _ in range(16)]  # to 250 of 1000
+    scheduler.add(*jobs)
+    scheduler.step()
+    first = list(scheduler.running)
+    assert len(first) == 8
+    for _ in range(16 * 20):
+        scheduler.step()
+    assert not scheduler.running and not len(scheduler.admission.waiting)
+    assert sum(job.num_preempted for job in jobs) > 0
+    assert first[0].num_preempted == first[1].num_preempted == 0
 
 
 def test_within_a_tenant_a_request_is_passed_a_limited_number_of_times() -> None:

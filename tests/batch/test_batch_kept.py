@@ -66,9 +66,7 @@ def test_half_a_prefill_that_was_cancelled_is_reused(backend: str) -> None:
 def test_a_late_request_gets_further_with_every_retry() -> None:
     with engine_of() as engine:
         for turn in range(3):
-            error = left_in_forward(
-                engine, 1, lambda: time.sleep(0.6), PROMPT, deadline_s=0.5
-            )
+            error = left_in_forward(engine, 1, lambda: time.sleep(0.6), PROMPT, deadline_s=0.5)
             assert isinstance(error, DeadlineExceeded)
             known = engine.explain(PROMPT).tokens(MatchKind.EXACT)
             assert known >= 0.9 * (turn + 1) * MOST_TOKENS

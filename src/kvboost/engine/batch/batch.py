@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 SHARED_STEP = 32  # rows are shared in multiples of this, so that many requests share as many
 POLL_S = 0.002  # how often to look whether a request that waits can start
-FIRST_NEW_ROWS = 128  # room for an answer to start with; buffers grow when it is longer
 
 
 class Batch:
@@ -53,7 +52,7 @@ class Batch:
         self._waiting = self._admission.waiting
         self._live = LivePrompts()
         self._pace = Pace(parts.options.inter_token_target_ms)
-        self._num_steps = self._num_answers_stepped = 0
+        self._num_steps = self._num_answers_stepped = self._num_preemptions = 0
         # Of adapters that are loaded; who comes back at once must not be first each time.
         self._last_steps: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
 
@@ -67,6 +66,8 @@ class Batch:
             self._drop_unwanted()
             if self._is_gathering:
                 return POLL_S
+            while (member := self._admission.overflow()) is not None:
+                self._preempt(member)
             self._admit()
             segments = self._next_segments()
             if segments:
@@ -104,6 +105,7 @@ class Batch:
             "max_queue_size": options.max_queue_size,
             "num_steps": self._num_steps,
             "mean_batch_size": self._num_answers_stepped / max(1, self._num_steps),
+            "preemptions": self._num_preemptions,
             "kv_bytes": kv_bytes,
             "kv_tokens": num_rows,
             "kv_capacity_tokens": self._parts.working_tokens,
@@ -124,15 +126,27 @@ class Batch:
             prefills = [each for each in self._running if each.pending]
             num_pending = sum(len(each.pending) for each in prefills)
             is_full = num_pending >= self._room_for_prompts(prefills)
-            member = self._admission.next(self._is_ready, is_full=is_full)
-            if member is None:
+            chosen = self._admission.next(self._is_ready, is_full=is_full)
+            if chosen is None:
                 return
+            member, preempted = chosen
+            for each in preempted:
+                self._preempt(each)
             self._waiting.take(member)
             try:
                 self._join(member)
             except Exception as error:
                 log.exception("a request could not be started")
                 self._fail(member, error)
+
+    def _preempt(self, member: Member) -> None:
+        """Take a request out of the batch; it continues from its K/V in the store."""
+        self._running.remove(member)
+        self._live.remove(member.owner)
+        self._keep(member)
+        member.suspend()
+        self._waiting.put_back(member)
+        self._num_preemptions += 1
 
     def _is_ready(self, member: Member) -> bool:
         loading = member.request.loading
@@ -149,7 +163,7 @@ class Batch:
             return False
         num_stored = find(*member.names, self._parts.store.index).num_reused
         num_known = max(num_stored, owner.num_ready)
-        return num_alike - num_known > (len(member.request.tokens) - num_known) / 2
+        return num_alike - num_known > (len(member.context) - num_known) / 2
 
     def _find_alike(self, member: Member) -> tuple[Owner | None, int]:
         request, parts = member.request, member.parts
@@ -157,26 +171,24 @@ class Batch:
         if not may_share or self._admission.is_alone(member):
             return None, 0
         if member.names is None:
-            chunks, keys, _ = named_chunks(request.tokens, parts, request.tenant)
+            chunks, keys, _ = named_chunks(member.context, parts, request.tenant)
             member.names = chunks, keys
         chunks, keys = member.names
         return self._live.find(keys, [chunk.span for chunk in chunks])
 
     def _join(self, member: Member) -> None:
-        request, parts = member.request, member.parts
-        member.joined_at = time.perf_counter()
+        request, parts, context = member.request, member.parts, member.context
+        member.joined_at = member.joined_at or time.perf_counter()
         member.note = why_not(request, parts.model, member.num_tokens)
         terms, note = terms_of(request, parts, is_refused=bool(member.note))
         member.terms, member.note = terms, member.note or note
-        decision = decide(request.tokens, parts, terms, capacity=member.num_tokens)
+        decision = decide(context, parts, terms, capacity=member.num_tokens)
         shared = None if decision.plan.moved else self._share(member)
         if shared is not None and member.names is not None:
             decision = decision.on_shared(*member.names, shared.num_rows)
-        num_own = len(request.tokens) - (shared.num_rows if shared else 0)
-        num_new = min(member.sampling.max_new_tokens, FIRST_NEW_ROWS)
-        own = parts.pool.cache(num_own + num_new)
+        own = parts.pool.cache(member.num_reserved - (shared.num_rows if shared else 0))
         rows = member.owner.rows = Rows(own, shared)
-        member.start(fill(decision, request.tokens, parts, terms, rows, request.brought))
+        member.start(fill(decision, context, parts, terms, rows, request.brought))
         self._running.append(member)
         if member.names is not None:
             chunks, keys = member.names
@@ -188,7 +200,7 @@ class Batch:
         owner, num_alike = self._find_alike(member)
         if owner is None or owner.rows is None:
             return None
-        most = min(num_alike, owner.num_ready, len(member.request.tokens) - 1)
+        most = min(num_alike, owner.num_ready, len(member.context) - 1)
         before = owner.rows.num_shared
         if before <= most < before + LEAST_SHARED:
             most = before  # a few rows more are not worth leaving the others who share these
@@ -243,8 +255,8 @@ class Batch:
         started = time.perf_counter()
         first = next(iter(segments.values()))
         num_answers = sum(not s.pending for s in segments.values())
-        num_prompt = sum(len(g.tokens) for g, s in segments.items() if not s.output)
-        num_decoding = sum(bool(s.output) for s in segments.values())
+        num_prompt = sum(len(g.tokens) for g, s in segments.items() if not s.is_decoding)
+        num_decoding = sum(s.is_decoding for s in segments.values())
         outcomes = self._run(segments)
         for segment, member in segments.items():
             outcome = outcomes[segment]
@@ -252,7 +264,7 @@ class Batch:
                 log.error("a request failed", exc_info=outcome)
                 self._fail(member, outcome)
                 continue
-            if not member.output:
+            if not member.is_decoding:
                 member.note_ready()
             if outcome is not None:
                 self._go_on(member, outcome)
@@ -279,7 +291,7 @@ class Batch:
         return outcomes
 
     def _go_on(self, member: Member, choice: Choice) -> None:
-        if not member.output:
+        if not member.is_decoding:
             self._prompt_is_done(member)
         completion = None
         try:
@@ -304,7 +316,7 @@ class Batch:
         try:
             member.ticket.future.set_result(completion)
             looked_up = member.terms.reuse != "off"
-            count(member.request, member.prefilled, member.parts, looked_up=looked_up)
+            count(member.request, member.first_prefill, member.parts, looked_up=looked_up)
             self._keep(member)
             if looked_up:
                 self._audit(member)
@@ -364,7 +376,7 @@ def _run_together(segments: dict[Segment, Member]) -> dict[Segment, Choice | Exc
 
 
 def _completion(member: Member) -> Completion:
-    request, prefilled = member.request, member.prefilled
+    request, prefilled = member.request, member.first_prefill
     assert prefilled is not None and member.finish_reason is not None
     first_at, last_at = (request.started_at + member.token_times[i] for i in (0, -1))
     lookup_s, load_s = prefilled.lookup_ms / 1e3, prefilled.load_ms / 1e3
@@ -391,5 +403,6 @@ def _buffer_sizes(running: list[Member]) -> tuple[int, int]:
     """Bytes and rows of the buffers in use, shared ones once."""
     buffers: dict[int, tuple[int, int]] = {}
     for member in running:
-        buffers |= member.rows.buffers()
+        if (prefilled := member.prefilled) is not None:  # unless it was preempted since
+            buffers |= prefilled.slots.buffers()
     return sum(size for size, _ in buffers.values()), sum(rows for _, rows in buffers.values())

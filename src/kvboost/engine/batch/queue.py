@@ -39,9 +39,14 @@ class FairQueue:
         """Let a request wait behind those of its tenant."""
         self._line(member).append(member)
 
+    def put_back(self, member: Member) -> None:
+        """Let a preempted request wait before those of its tenant."""
+        self._line(member).appendleft(member)
+
     def take(self, member: Member) -> None:
-        """Let a request go, and count what its tenant is served by that."""
-        self._served[member.request.tenant] += member.num_tokens
+        """Let a request go, and count once what its tenant is served by that."""
+        if not member.joined_at:
+            self._served[member.request.tenant] += member.num_tokens
         self.remove(member)
 
     def remove(self, member: Member) -> None:
