@@ -143,8 +143,8 @@ class Options:
         default=None,
         metadata=about(
             "inter-token latency to aim for while prompts are prefilled beside running answers; "
-            "lower favours running answers, higher first tokens; None: about twice the latency "
-            "without prompts",
+            "lower favours running answers, higher favours first tokens; None: prompts get as "
+            "much of each step as decoding",
             low=1,
         ),
     )

@@ -26,6 +26,7 @@ class Waiting:
 
     request: Call
     num_tokens: int
+    joined_at: float = 0.0
 
 
 def member(tenant: str = "", num_tokens: int = 100) -> Any:
@@ -83,6 +84,20 @@ def test_who_is_not_ready_keeps_its_place_in_line() -> None:
     assert take(queue, lambda each: each is second) is second
     assert take(queue, lambda each: False) is None
     assert take(queue) is first
+
+
+def test_a_preempted_request_is_first_of_its_tenant_and_is_not_counted_twice() -> None:
+    queue = FairQueue()
+    first, second, other = member("a"), member("a"), member("b")
+    for each in (first, second, other):
+        queue.add(each)
+    served = queue._served["a"]
+    queue.take(first)
+    first.joined_at = 1.0
+    queue.put_back(first)
+    assert [each for each in queue.in_order(lambda _: 0.0) if each is not other] == [first, second]
+    queue.take(first)
+    assert queue._served["a"] == served + first.num_tokens
 
 
 def test_the_tenant_with_the_smallest_share_is_next_and_of_equals_the_newest() -> None:
@@ -149,7 +164,7 @@ def settled(decode_s: float, token_s: float, target_ms: int | None = None) -> Pa
     return pace
 
 
-@pytest.mark.parametrize("token_s", [0.0002, 0.001, 0.003])
+@pytest.mark.parametrize("token_s", [0.0002, 0.001, 0.0015])
 def test_by_default_prompts_get_their_share_of_each_step(token_s: float) -> None:
     added_s = token_s * settled(0.1, token_s).prompt_tokens(8, 1)
     assert added_s == pytest.approx(PROMPT_SHARE * 0.1, rel=0.05)

@@ -9,6 +9,7 @@ youngest request of the tenant with the largest share is preempted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -50,10 +51,7 @@ class Admission:
             return None
         passed: list[Member] = []
         tried: set[str] = set()  # tenants that have no claim to preempt others
-        held: set[str] = set()  # tenants whose first request is waited for
-        if is_full:
-            prefills = [each.request.tenant for each in self._running if each.pending]
-            held = {tenant for tenant in prefills if prefills.count(tenant) >= MOST_PREFILLS}
+        held = self._prefilling() if is_full else set()  # tenants whose next request waits
         room = self._room(self._running)
         for member in self.waiting.in_order(partial(self._share, self._running)):
             tenant = member.request.tenant
@@ -62,20 +60,24 @@ class Admission:
             preempted: list[Member] | None = []
             if not self._fits(member, self._running, room):
                 preempted = None if tenant in tried else self._preempted_for(member)
-            if preempted is not None:
-                if is_ready(member):
-                    for each in passed:
-                        each.num_passed += 1
-                    return member, preempted
-                continue
-            passed.append(member)
-            tried.add(tenant)
-            is_waited_for = member.num_passed >= MOST_PASSED
-            if is_waited_for and self._share(self._running, tenant) < self._fair_share:
-                return None
-            if is_waited_for or member.joined_at:  # it was preempted
-                held.add(tenant)
+            if preempted is None:
+                passed.append(member)
+                tried.add(tenant)
+                is_waited_for = member.num_passed >= MOST_PASSED
+                if is_waited_for and self._share(self._running, tenant) < self._fair_share:
+                    return None
+                if is_waited_for or member.joined_at:  # it was preempted
+                    held.add(tenant)
+            elif is_ready(member):
+                for each in passed:
+                    each.num_passed += 1
+                return member, preempted
         return None
+
+    def _prefilling(self) -> set[str]:
+        """Tenants with as many prefills as they may have in a full step."""
+        tenants = Counter(each.request.tenant for each in self._running if each.pending)
+        return {tenant for tenant, count in tenants.items() if count >= MOST_PREFILLS}
 
     def overflow(self) -> Member | None:
         """The request to preempt because outputs have outgrown the pool, if they have."""
