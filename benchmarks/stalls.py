@@ -69,12 +69,14 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         row |= _summary(rounds[1:])  # the first one warmed up
         rows.append(row)
         print(
-            f"{row['model']}: target {target or 'default'}, {options.streams} streams, time between tokens p50"
+            f"{row['model']}: target {target or 'default'}, {options.streams} streams,"
+            f" time between tokens p50"
             f" {row['quiet_p50_ms']:.0f} ms, p95 {row['quiet_p95_ms']:.0f} ms; while"
             f" {options.long} tokens are read p50 {row['busy_p50_ms']:.0f}, p95"
             f" {row['busy_p95_ms']:.0f}: p95 {row['p95_ratio']:.2f} times (goal {GOAL});"
             f" first token of the long prompt after {row['long_ttft_ms']:.0f} ms,"
-            f" alone {row['alone_ttft_ms']:.0f} ({row['long_ratio']:.2f} times); of a short one that comes after it"
+            f" alone {row['alone_ttft_ms']:.0f} ({row['long_ratio']:.2f} times);"
+            f" of a short one that comes after it"
             f" {row['short_behind_ttft_ms']:.0f} ms, alone {row['short_alone_ttft_ms']:.0f}",
             flush=True,
         )
