@@ -152,10 +152,10 @@ def test_a_tenant_cannot_hold_all_places_and_all_room() -> None:
 
 
 @pytest.mark.model
-def test_preempted_answers_of_a_real_model_are_the_answers_alone(model_path: str) -> None:
+def test_preempted_answers_of_a_real_model_are_the_answers_alone(smol: str) -> None:
     num_new, num_requests = NEW_ROWS + 32, 16
     with KVBoost.from_pretrained(
-        model_path, dtype="float32", num_blocks=4 * -(-(64 + num_new) // 16)
+        smol, dtype="float32", num_blocks=4 * -(-(64 + num_new) // 16)
     ) as engine:
         prompts = [[17 + 31 * number, *range(600, 640 + number)] for number in range(num_requests)]
         wanted = [
