@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MOST_TOKENS = 1024  # of prompts in a step while nobody waits for a next token
-LEAST_TOKENS = 64  # beside answers; on CPUs a step with 8 takes nearly as long
+LEAST_TOKENS = 64  # beside answers, so that a prompt always gets on (ADR 38)
 PROMPT_SHARE = 1.0  # default target: time for prompts in a step by the time of its decoding
 RECENT = 0.2  # weight of the newest measurement
 
