@@ -145,6 +145,15 @@ class Options:
         default=0,
         metadata=about("milliseconds an idle batch waits for more requests", low=0),
     )
+    inter_token_target_ms: int | None = field(
+        default=None,
+        metadata=about(
+            "inter-token latency to aim for while prompts are prefilled beside running answers; "
+            "lower favours running answers, higher favours first tokens; None: prompts get as "
+            "much of each step as decoding",
+            low=1,
+        ),
+    )
     block_size: int = field(
         default=16,
         metadata=about("tokens per block of the KV cache of running requests", low=1, high=4096),
