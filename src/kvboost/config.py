@@ -148,9 +148,9 @@ class Options:
     inter_token_target_ms: int | None = field(
         default=None,
         metadata=about(
-            "inter-token latency to aim for while prompts are prefilled beside running answers; "
-            "lower favours running answers, higher favours first tokens; None: prompts get as "
-            "much of each step as decoding",
+            "target inter-token latency while prompts prefill beside running requests; "
+            "lower favours running requests, higher favours first tokens; None: prompts get "
+            "as much of each step as decoding",
             low=1,
         ),
     )
@@ -247,6 +247,7 @@ class OptionValues(TypedDict, total=False):
     max_batch_size: int
     max_queue_size: int
     batch_window_ms: int
+    inter_token_target_ms: int | None
     block_size: int
     num_blocks: int | None
     prepack_weights: bool
