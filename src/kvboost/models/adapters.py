@@ -160,7 +160,9 @@ class Adapters:
         if not name:
             raise ConfigError("an adapter needs a name that is not empty")
         if name == self.default.name:
-            raise ConfigError(f"adapter {name!r} is part of the loaded model; it cannot be replaced or removed")
+            raise ConfigError(
+                f"adapter {name!r} is part of the loaded model; it cannot be replaced or removed"
+            )
 
     def _look_at_layers(self) -> None:
         self._layers = [*adapter_layers(self._model).values()]

@@ -94,7 +94,7 @@ class Caller:
 
 
 class KeyRing:
-    """The API keys of a server. Without keys, every caller is an administrator and has no tenant."""
+    """The API keys of a server. Without keys, all callers are administrators and have no tenant."""
 
     def __init__(
         self, keys: Sequence[dict[str, Any]] = (), clock: Callable[[], float] = time.monotonic

@@ -415,9 +415,7 @@ class DiskTier(OwnTier):
                 self._log.rewrite(self._places, self._epochs)
             except OSError as error:
                 if not self._is_log_stuck:
-                    log.warning(
-                        "%s: cannot compact the index log yet: %s", self._folder, error
-                    )
+                    log.warning("%s: cannot compact the index log yet: %s", self._folder, error)
                 self._is_log_stuck = True
             else:
                 self._is_log_stuck = False
