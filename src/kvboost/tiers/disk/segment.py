@@ -96,8 +96,12 @@ class Segment:
         return memoryview(os.pread(self.files[self.path].fileno(), num_bytes, offset))
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write all of `data`."""
-        file = self.files[self.path].fileno()
+        """Write all of `data`, to a new file if ours was deleted."""
+        try:
+            file = self.files[self.path].fileno()
+        except FileNotFoundError:
+            self.make()
+            file = self.files[self.path].fileno()
         while data:
             num_written = os.pwrite(file, data, offset)
             data, offset = data[num_written:], offset + num_written
