@@ -124,7 +124,7 @@ def test_only_a_rotation_that_is_not_found_is_a_refusal_to_move(
 
 
 def test_a_model_that_reads_too_little() -> None:
-    with pytest.raises(ConfigError, match="reads 100 tokens at most"):
+    with pytest.raises(ConfigError, match="context is 100 tokens"):
         Rounds(cast("Any", None), byte_tokenizer(), longest=100)
 
 
