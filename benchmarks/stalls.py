@@ -51,26 +51,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--long", type=int, default=4096, help="tokens of the long prompt")
     parser.add_argument("--quiet", type=int, default=48, help="tokens a stream, undisturbed")
     parser.add_argument("--new", type=int, default=2048, help="tokens a stream, at most")
+    parser.add_argument(
+        "--target", type=int, nargs="+", help="inter_token_target_ms, one after the other"
+    )
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    for name in options.model:
+    for name, target in itertools.product(options.model, options.target or [None]):
         words = tokenizer(name)
         host = model(name, DTYPES[options.dtype])
-        with KVBoost(host, words, max_batch_size=options.streams + 1) as engine:
+        settings = {"max_batch_size": options.streams + 1, "inter_token_target_ms": target}
+        with KVBoost(host, words, **settings) as engine:
             rounds = [_measure(engine, words, turn, options) for turn in range(options.rounds + 1)]
         row = {"model": name.rstrip("/").split("/")[-1], "dtype": options.dtype}
-        row |= {"streams": options.streams, "long": options.long, "goal": GOAL}
+        row |= {"streams": options.streams, "long": options.long, "goal": GOAL, "target": target}
         row |= _summary(rounds[1:])  # the first one warmed up
         rows.append(row)
         print(
-            f"{row['model']}: {options.streams} streams, time between tokens p50"
+            f"{row['model']}: target {target or 'default'}, {options.streams} streams,"
+            f" time between tokens p50"
             f" {row['quiet_p50_ms']:.0f} ms, p95 {row['quiet_p95_ms']:.0f} ms; while"
             f" {options.long} tokens are read p50 {row['busy_p50_ms']:.0f}, p95"
             f" {row['busy_p95_ms']:.0f}: p95 {row['p95_ratio']:.2f} times (goal {GOAL});"
             f" first token of the long prompt after {row['long_ttft_ms']:.0f} ms,"
-            f" alone {row['alone_ttft_ms']:.0f}; of a short one that comes after it"
+            f" alone {row['alone_ttft_ms']:.0f} ({row['long_ratio']:.2f} times);"
+            f" of a short one that comes after it"
             f" {row['short_behind_ttft_ms']:.0f} ms, alone {row['short_alone_ttft_ms']:.0f}",
             flush=True,
         )
@@ -143,6 +149,8 @@ def _percentile(values: list[float], percent: int) -> float:
 def _summary(rounds: list[dict[str, float]]) -> dict[str, float]:
     """Medians over the rounds; ratios within a round, where both sides saw the same machine."""
     row = {key: round(statistics.median(each[key] for each in rounds), 1) for key in rounds[0]}
+    ratios = [each["long_ttft_ms"] / each["alone_ttft_ms"] for each in rounds]
+    row["long_ratio"] = round(statistics.median(ratios), 3)
     for name in ("p50", "p95"):
         ratios = [each[f"busy_{name}_ms"] / each[f"quiet_{name}_ms"] for each in rounds]
         row[f"{name}_ratio"] = round(statistics.median(ratios), 3)

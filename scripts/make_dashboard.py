@@ -161,6 +161,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             [
                 ("avg(kvboost_mean_batch_size@)", "requests in a step, since the start"),
                 (per_second("kvboost_steps_total"), "steps per second"),
+                (per_second("kvboost_preemptions_total"), "preemptions per second"),
             ],
         ),
         series(

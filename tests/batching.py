@@ -97,6 +97,7 @@ class Gate:
         self.is_reached, self._go_on = threading.Event(), threading.Event()
         self._go_on.set()
         self.error: Exception | None = None
+        self.num_errors = 0  # forwards that fail, from now on
 
     def hold(self) -> None:
         self._go_on.clear()
@@ -105,12 +106,15 @@ class Gate:
     def open(self) -> None:
         self._go_on.set()
 
+    def fail(self, error: Exception, times: int = 1) -> None:
+        self.error, self.num_errors = error, times
+
     def __call__(self, *_: Any) -> None:
         self.is_reached.set()
         assert self._go_on.wait(WAIT_S)
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
+        if self.error is not None and self.num_errors:
+            self.num_errors -= 1
+            raise self.error
 
 
 @contextmanager

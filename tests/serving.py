@@ -69,6 +69,7 @@ class FakeEngine:
             "max_batch_size": 16,
             "max_queue_size": 256,
             "num_steps": 12345,
+            "preemptions": 6,
             "mean_batch_size": 7.5,
             "kv_bytes": 5 << 20,
             "kv_tokens": 4000,

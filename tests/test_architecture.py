@@ -20,7 +20,7 @@ PARTS = {
     "integrations": "integrations",
 }
 MAX_LINES = {
-    "library": 9_950,
+    "library": 10_350,
     "application": 5_450,
     "weights": 800,
     "connectors": 1_710,

@@ -145,6 +145,15 @@ class Options:
         default=0,
         metadata=about("milliseconds an idle batch waits for more requests", low=0),
     )
+    inter_token_target_ms: int | None = field(
+        default=None,
+        metadata=about(
+            "target inter-token latency while prompts prefill beside running requests; "
+            "lower favours running requests, higher favours first tokens; None: prompts get "
+            "as much of each step as decoding",
+            low=1,
+        ),
+    )
     block_size: int = field(
         default=16,
         metadata=about("tokens per block of the KV cache of running requests", low=1, high=4096),
@@ -238,6 +247,7 @@ class OptionValues(TypedDict, total=False):
     max_batch_size: int
     max_queue_size: int
     batch_window_ms: int
+    inter_token_target_ms: int | None
     block_size: int
     num_blocks: int | None
     prepack_weights: bool

@@ -1,4 +1,4 @@
-"""madvise(2) without the GIL, which Python's `mmap.madvise` keeps while a disk delivers pages."""
+"""Calls about memory without the GIL, which Python's `mmap` keeps while a disk delivers pages."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import ctypes
 from functools import cache
 from typing import Any
 
-WILLNEED, DONTNEED, POPULATE_READ = 3, 4, 22  # the last one from Linux 5.14 on
+WILLNEED, DONTNEED = 3, 4
+POPULATE_READ, POPULATE_WRITE = 22, 23  # from Linux 5.14 on
 
 
 def madvise(address: int, num_bytes: int, advice: int) -> int:
     """Advise the system about pages; 0, or the number of the error."""
-    return 0 if _libc().madvise(address, num_bytes, advice) == 0 else ctypes.get_errno()
+    return 0 if libc().madvise(address, num_bytes, advice) == 0 else ctypes.get_errno()
 
 
 @cache
-def _libc() -> Any:
+def libc() -> Any:
+    """The C library, whose `madvise`, `mmap` and `munmap` can be called."""
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.madvise.argtypes = (pointer, size, number)
+    libc.mmap.argtypes = (pointer, size, number, number, number, ctypes.c_int64)
+    libc.mmap.restype = pointer
+    libc.munmap.argtypes = (pointer, size)
     return libc

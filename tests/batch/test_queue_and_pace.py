@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvboost.core import ChunkKeys, PrefixKey, Span
 from kvboost.engine.batch.live import LEAST_SHARED, LivePrompts, Owner
-from kvboost.engine.batch.pace import LEAST_TOKENS, MOST_TOKENS, Pace
+from kvboost.engine.batch.pace import LEAST_TOKENS, MOST_TOKENS, PROMPT_SHARE, Pace
 from kvboost.engine.batch.queue import FairQueue
 
 
@@ -26,6 +26,7 @@ class Waiting:
 
     request: Call
     num_tokens: int
+    joined_at: float = 0.0
 
 
 def member(tenant: str = "", num_tokens: int = 100) -> Any:
@@ -33,7 +34,7 @@ def member(tenant: str = "", num_tokens: int = 100) -> Any:
 
 
 def take(queue: FairQueue, is_ready: Any = lambda _: True) -> Any:
-    chosen = queue.first(is_ready)
+    chosen = next(filter(is_ready, queue.in_order(lambda _: 0.0)), None)
     if chosen is not None:
         queue.take(chosen)
     return chosen
@@ -85,6 +86,28 @@ def test_who_is_not_ready_keeps_its_place_in_line() -> None:
     assert take(queue) is first
 
 
+def test_a_preempted_request_is_first_of_its_tenant_and_is_not_counted_twice() -> None:
+    queue = FairQueue()
+    first, second, other = member("a"), member("a"), member("b")
+    for each in (first, second, other):
+        queue.add(each)
+    served = queue._served["a"]
+    queue.take(first)
+    first.joined_at = 1.0
+    queue.put_back(first)
+    assert [each for each in queue.in_order(lambda _: 0.0) if each is not other] == [first, second]
+    queue.take(first)
+    assert queue._served["a"] == served + first.num_tokens
+
+
+def test_the_tenant_with_the_smallest_share_is_next_and_of_equals_the_newest() -> None:
+    queue = FairQueue()
+    for tenant in "abc":
+        queue.add(member(tenant))
+    shares = {"a": 0.5, "b": 0.2, "c": 0.2}
+    assert [each.request.tenant for each in queue.in_order(shares.__getitem__)] == ["c", "b", "a"]
+
+
 def test_tenants_that_left_are_forgotten() -> None:
     queue = FairQueue()
     for number in range(100):
@@ -131,9 +154,9 @@ def test_without_answers_a_step_takes_as_much_of_the_prompts_as_it_can() -> None
     assert LEAST_TOKENS <= Pace().prompt_tokens(3, 1) < MOST_TOKENS
 
 
-def settled(decode_s: float, token_s: float) -> Pace:
+def settled(decode_s: float, token_s: float, target_ms: int | None = None) -> Pace:
     """After many steps on a machine of that speed."""
-    pace = Pace()
+    pace = Pace(target_ms)
     for _ in range(100):
         pace.observe(decode_s, 8, 0)
         num_prompt = pace.prompt_tokens(8, 1)
@@ -141,13 +164,36 @@ def settled(decode_s: float, token_s: float) -> Pace:
     return pace
 
 
-@pytest.mark.parametrize("token_s", [0.0002, 0.001, 0.003])
-def test_a_step_with_prompts_takes_less_than_twice_as_long_as_one_without(token_s: float) -> None:
+@pytest.mark.parametrize("token_s", [0.0002, 0.001, 0.0015])
+def test_by_default_prompts_get_their_share_of_each_step(token_s: float) -> None:
     added_s = token_s * settled(0.1, token_s).prompt_tokens(8, 1)
-    assert 0.03 <= added_s < 0.1
+    assert added_s == pytest.approx(PROMPT_SHARE * 0.1, rel=0.05)
 
 
-def test_more_room_where_more_wait_for_their_first_token_than_for_a_next() -> None:
+@pytest.mark.parametrize("target_ms", [200, 300, 500])
+def test_steps_are_filled_up_to_the_target(target_ms: int) -> None:
+    num_prompt = settled(0.1, 0.001, target_ms).prompt_tokens(8, 1)
+    assert 0.1 + 0.001 * num_prompt == pytest.approx(target_ms / 1e3, rel=0.02)
+
+
+@pytest.mark.parametrize("target_ms", [1, 100, 101])
+def test_a_prompt_goes_on_though_decoding_alone_misses_the_target(target_ms: int) -> None:
+    assert settled(0.1, 0.01, target_ms).prompt_tokens(8, 1) == LEAST_TOKENS
+
+
+def test_a_target_holds_however_many_wait_for_their_first_token() -> None:
+    pace = settled(0.1, 0.001, target_ms=250)
+    assert pace.prompt_tokens(2, 8) == pace.prompt_tokens(8, 1)
+
+
+def test_a_slow_step_among_many_hardly_changes_the_next() -> None:
+    pace = settled(0.1, 0.0005)
+    before = pace.prompt_tokens(8, 1)
+    pace.observe(0.1 + 2 * before * 0.0005, 8, before)
+    assert pace.prompt_tokens(8, 1) >= 0.8 * before
+
+
+def test_by_default_more_room_where_more_wait_for_their_first_token_than_for_a_next() -> None:
     pace = settled(0.1, 0.001)
     assert pace.prompt_tokens(8, 8) == pace.prompt_tokens(8, 1)
     assert pace.prompt_tokens(2, 8) > 3 * pace.prompt_tokens(8, 8)
@@ -159,11 +205,15 @@ def test_more_room_where_more_wait_for_their_first_token_than_for_a_next() -> No
     ),
     st.integers(1, 300),
     st.integers(0, 300),
+    st.none() | st.integers(1, 10**6),
 )
 def test_whatever_was_measured_a_prompt_goes_on(
-    steps: list[tuple[float, int, int]], num_decoding: int, num_waiting: int
+    steps: list[tuple[float, int, int]],
+    num_decoding: int,
+    num_waiting: int,
+    target_ms: int | None,
 ) -> None:
-    pace = Pace()
+    pace = Pace(target_ms)
     for seconds, decoding, prompt in steps:
         if decoding or prompt:
             pace.observe(seconds, decoding, prompt)

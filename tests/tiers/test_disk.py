@@ -24,7 +24,7 @@ from kvboost.tiers.disk import log, segment
 from kvboost.tiers.disk import tier as disk_tier
 from kvboost.tiers.disk.folder import clear
 from kvboost.tiers.disk.segment import BLOCK_BYTES
-from kvboost.tiers.disk.tier import MOST_MAPPED, DiskTier
+from kvboost.tiers.disk.tier import DiskTier
 
 MIB = 2**20
 
@@ -323,14 +323,41 @@ def num_open_files() -> int:
 needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="no /proc here")
 
 
+MANY_SEGMENTS = """
+import re, resource, sys
+from pathlib import Path
+from kvboost.core import PrefixKey
+from kvboost.tiers.disk import tier as disk_tier
+
+def status(name):
+    return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+disk_tier.LARGEST_SEGMENT_BYTES = 1 << 20
+tier = disk_tier.DiskTier(Path(sys.argv[1]), 256 << 20)
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+keys = [PrefixKey(n.to_bytes(32, "little")) for n in range(1600)]
+for number, key in enumerate(keys):
+    assert tier.put({key: memoryview(bytes([number % 256]) * 130_000)}) == []
+num_segments, before = len(list(Path(sys.argv[1]).glob("segment-*"))), status("RssAnon")
+frames = tier.get(keys)
+assert all(frames[key][-1] == number % 256 for number, key in enumerate(keys))
+maps = sum("segment-v1-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+print(num_segments, maps, status("RssAnon") - before)
+del frames
+print(sum("segment-v1-" in line for line in Path("/proc/self/maps").read_text().splitlines()))
+"""
+
+
 @needs_proc
-def test_many_frames_in_use_take_few_files(folder: Folder) -> None:
-    tier = folder.open(8 * MIB)
-    put(tier, *range(400), size=4000)
-    before = num_open_files()
-    frames = tier.get([key_of(number) for number in range(400)])
-    assert num_open_files() - before <= MOST_MAPPED
-    assert all(frames[key_of(number)] == bytes_of(number, 4000) for number in range(400))
+def test_a_folder_of_any_size_takes_few_files_and_a_map_for_each_segment(tmp_path: Path) -> None:
+    """208 MB in 230 segments, with at most 100 files: all of it can be used at once."""
+    command = [sys.executable, "-c", MANY_SEGMENTS, str(tmp_path)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    num_segments, num_maps, more_kb, maps_left = map(int, answer.stdout.split())
+    assert num_segments > 200 and num_maps <= num_segments and not maps_left
+    assert more_kb < 32 << 10  # of 208 MB that would be copied
 
 
 @needs_proc

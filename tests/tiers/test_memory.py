@@ -1,5 +1,10 @@
+import sys
 import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,6 +123,85 @@ def test_who_is_over_quota_makes_room_from_what_is_his_own() -> None:
     assert evicted == [[], [], [], [b"a0"], [b"a1"]]
     assert all(tier.holds(PrefixKey(b"b%d" % number)) for number in range(3))
     assert tier.put({PrefixKey(b"large"): owned(1, 3_001)}) == [b"large"]
+
+
+def numbered(number: int) -> PrefixKey:
+    return PrefixKey(number.to_bytes(8, "big"))
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """How many lines of Python are executed."""
+    num_lines = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return num_lines
+
+
+def at_quota(num_frames: int) -> MemoryTier:
+    """Tenant 2 has reached its quota, and its chunks rank behind those of tenant 1."""
+    tier = MemoryTier(1000 * num_frames, quota_bytes=500 * num_frames)
+    for number in range(num_frames):
+        tier.put({numbered(number): owned(1 + 2 * number // num_frames)})
+    tier.get([numbered(number) for number in range(num_frames // 2, num_frames)])
+    return tier
+
+
+def mostly_pinned(num_frames: int) -> MemoryTier:
+    tier = MemoryTier(1000 * num_frames)
+    for number in range(num_frames):
+        tier.put({numbered(number): owned(2)})
+    tier.pin([numbered(number) for number in range(num_frames * 4 // 5)], ttl_s=3600)
+    return tier
+
+
+@pytest.mark.parametrize("filled", [at_quota, mostly_pinned])
+def test_a_put_into_a_full_tier_takes_the_same_steps_at_any_size(
+    filled: Callable[[int], MemoryTier],
+) -> None:
+    def most_lines(num_frames: int) -> int:
+        tier = filled(num_frames)
+        new = range(2 * num_frames, 2 * num_frames + 300)
+        return max(lines_run(lambda n=n: tier.put({numbered(n): owned(2)})) for n in new)
+
+    # A round of ageing begins within these puts, and must be spread over many of them.
+    assert most_lines(16_000) < 1.5 * most_lines(1_000)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 19)), max_size=80))
+def test_chunks_whose_pins_and_holds_have_ended_can_be_evicted_again(
+    operations: list[tuple[int, int]],
+) -> None:
+    clock = Clock()
+    tier = MemoryTier(10_000, quota_bytes=9_999, clock=clock)
+    for number in range(10):
+        tier.put({numbered(number): owned(number % 2)})
+    for kind, number in operations:
+        key = numbered(number)
+        if kind < 2:
+            tier.pin([key], ttl_s=2 + 50 * kind)
+        elif kind == 2:
+            tier.unpin([key])
+        elif kind == 3 and tier.hold(key):
+            tier.put({numbered(99): owned(1)})
+            tier.release(key)
+        elif kind == 4:
+            tier.get([key])
+        else:
+            tier.put({key: owned(number % 2)})
+        clock.now += 1
+    clock.now += 100
+    tier.admit({numbered(100): owned(0, 9_999)})
+    assert tier.stats().num_entries == 1 and tier.holds(numbered(100))
 
 
 def test_what_is_held_stays_until_it_is_released() -> None:

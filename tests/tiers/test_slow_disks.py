@@ -53,7 +53,7 @@ def fill(folder: Path) -> list[FrameKey]:
 @contextmanager
 def stack_on(folder: Path, deadline_s: float) -> Iterator[TierStack]:
     stack = TierStack(MemoryTier(8 << 20), Metrics(), deadline_s)
-    stack.add_below(Opener("disk", lambda: DiskTier(folder, 256 << 20)), lambda _: None)
+    stack.add_below(Opener("disk", lambda: DiskTier(folder, 256 << 20)), lambda _: iter(()))
     yield stack
     stack.close()
 
@@ -75,6 +75,22 @@ def test_what_a_slow_disk_delivered_in_time_is_used(tmp_path: Path) -> None:
             found = stack.get(keys, Patience(2.0, 2.0, least_bytes_per_s=1e12))
             assert 0 < len(found) < NUM_FRAMES
             assert list(found) == keys[: len(found)]
+            assert stack.stats()["disk"]["is_up"] and not stack.stats()["disk"]["faults"]
+
+
+def test_a_disk_slower_than_the_model_is_not_read_once_that_is_known(tmp_path: Path) -> None:
+    with fuse_disk(tmp_path, bytes_per_s=20e6) as disk:
+        keys = fill(disk.folder / "kv")
+        with stack_on(disk.folder / "kv", deadline_s=2.0) as stack:
+            guarded, num_bytes = stack._below[0], 4 * NUM_FRAMES << 20
+            assert len(stack.get(keys, stack.patience(num_bytes, compute_s=0.1))) < NUM_FRAMES
+            while guarded._began_at is not None:  # a batch may still be under way
+                time.sleep(0.01)
+            bytes_read = guarded.tier.bytes_read
+            for _ in range(20):
+                assert stack.get(keys, stack.patience(num_bytes, compute_s=0.1)) == {}
+            assert guarded.tier.bytes_read == bytes_read
+            assert len(stack.get(keys, stack.patience(num_bytes, compute_s=10))) == NUM_FRAMES
             assert stack.stats()["disk"]["is_up"] and not stack.stats()["disk"]["faults"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,13 +12,15 @@ import numpy as np
 import pytest
 
 from fakes import GEOMETRY, FakeSlots, FaultyDisk, FaultyTier, store_of
-from kvboost.codecs.frame import read
+from kvboost.codecs.frame import Head, read
 from kvboost.core import FrameKey, PrefixKey
 from kvboost.errors import TierUnavailable
 from kvboost.metrics import Metrics
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
 from kvboost.reuse.store import commit
+from kvboost.tiers import guarded
+from kvboost.tiers import store as store_module
 from kvboost.tiers.base import Tier
 from kvboost.tiers.behind import FIRST_PAUSE_S, WriteBehind
 from kvboost.tiers.guarded import PROBE
@@ -135,6 +138,12 @@ def filled(tier: FaultyTier, tokens: list[int]) -> list[FrameKey]:
     return keys
 
 
+def frames_of(tokens: list[int]) -> dict[FrameKey, bytes]:
+    disk = FaultyDisk()
+    filled(disk, tokens)
+    return disk.frames
+
+
 @pytest.mark.parametrize("fault", ["down", "lost", "truncated", "corrupted", "frozen"])
 @pytest.mark.parametrize("kind", [FaultyTier, FaultyDisk])
 def test_a_fault_below_is_a_miss_and_passes(fault: str, kind: type[FaultyTier]) -> None:
@@ -157,6 +166,93 @@ def test_a_fault_below_is_a_miss_and_passes(fault: str, kind: type[FaultyTier]) 
             assert below.num_chunks < 5  # dropped, to be stored again
         else:
             wait_for(lambda: len(fetch(store, keys)) == 5)
+
+
+class RatedDisk(FaultyDisk):
+    """Delivers so many bytes in a second, one frame after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes_per_s = math.inf
+        self.asked: list[FrameKey] = []
+
+    def get(self, keys: Sequence[FrameKey]) -> dict[FrameKey, memoryview]:
+        found = super().get(keys)
+        self.asked += found
+        for frame in found.values():
+            time.sleep(frame.nbytes / self.bytes_per_s)
+            self.bytes_read += frame.nbytes
+        return found
+
+
+class RatedServer(RatedDisk, FaultyTier):
+    """The same as a tier that others write, too."""
+
+
+@pytest.mark.parametrize("kind", [RatedDisk, RatedServer])
+def test_a_tier_that_is_slower_than_the_model_is_asked_for_a_batch_now_and_then(
+    kind: type[RatedDisk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarded, "LEAST_TIMED_BYTES", 1)
+    monkeypatch.setattr(guarded, "RATE_PROBE_S", 1e9)
+    disk = kind()
+    keys = filled(disk, list(range(80)))
+    num_bytes = sum(len(disk.frames[key]) for key in keys)
+
+    def num_loaded(store: ChunkStore) -> tuple[int, int]:
+        """Chunks that came, and that were asked for, where computing takes a fifth of a second."""
+        store.tiers.raise_mapped()
+        store.tiers._raiser.submit(lambda: None).result(20)
+        wait_for(lambda: store.tiers._below[0]._began_at is None)
+        store.tiers.memory.discard(keys)
+        disk.asked.clear()
+        patience = store.tiers.patience(num_bytes, compute_s=0.2)
+        store.bring(keys, patience, in_order=True)
+        return len(store.tiers.get(keys, patience)), len(disk.asked)
+
+    with opened(disk) as store:
+        assert num_loaded(store) == (10, 10)
+        disk.bytes_per_s = num_bytes / 2
+        assert num_loaded(store)[0] < 10  # patience ends
+        assert num_loaded(store) == num_loaded(store) == (0, 0)  # known by now
+        disk.bytes_per_s = math.inf
+        assert num_loaded(store) == (0, 0)
+        store.tiers._below[0]._probe_at = 1.0  # long ago
+        assert num_loaded(store) == num_loaded(store) == (10, 10)
+
+
+def test_a_busy_tier_is_waited_for_in_proportion_to_what_it_saves() -> None:
+    with opened(FaultyDisk(), deadline_s=0.5) as store:
+        seconds = [store.tiers.patience(1000, compute_s).left_s for compute_s in (0.2, 1, 10, 100)]
+        assert seconds == pytest.approx([0.2, 0.5, 2.5, 25], abs=0.1)
+
+
+class LongDisk(FaultyDisk):
+    """Has so much that reading what it is takes a while."""
+
+    may_finish = threading.Event()
+
+    def heads(self) -> Iterator[Head]:
+        for head in super().heads():
+            self.may_finish.wait(0.1)
+            yield head
+
+
+def test_a_disk_is_used_while_what_it_has_is_still_being_learned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_module, "ADOPTED_AT_ONCE", 1)
+    disk, store = LongDisk(), store_of()
+    disk.frames = dict(frames_of(list(range(400))))
+    keys = list(disk.frames)
+    store.tiers.add_below(Opener("disk", lambda: disk, patience_s=0.0), store.adopt)
+    wait_for(lambda: len(store.index) > 0)
+    assert set(store.tiers.get(keys[:3])) == set(keys[:3])
+    assert len(store.index) < len(keys)
+    del disk.frames[keys[-1]]
+    disk.may_finish.set()
+    wait_for(lambda: len(store.index) == len(keys) - 1)
+    store.tiers.close()
 
 
 class LateDisk(FaultyDisk):

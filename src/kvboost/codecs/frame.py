@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
 
+from kvboost.codecs.slabs import Slabs
 from kvboost.core import (
     TOKEN_BYTES,
     Anchor,
@@ -46,6 +47,7 @@ KEY_AT = _SEAL_AT - 8 - 3 * 32
 OWNER_AT, OWNER_BYTES = KEY_AT + 2 * 32, 16  # the first half of the namespace
 _PROVENANCES = (Provenance.EXACT, Provenance.APPROXIMATE)
 _NO_PARENT = bytes(32)
+_slabs = Slabs()
 
 
 class FrameError(CacheError):
@@ -192,16 +194,10 @@ def size_of(head: memoryview) -> int:
 
 
 def allocate(num_bytes: int) -> memoryview:
-    """Memory for a frame.
-
-    A mapping of its own goes back to the system when the frame is dropped; the allocator would
-    keep pieces of it, and memory would grow beyond the store's budget. Its pages are taken at once:
-    one by one, as they are first written, costs more than the copy.
-    """
+    """Memory for a frame, which goes back to the system when the frame is dropped."""
     if not hasattr(mmap, "MAP_POPULATE"):
         return memoryview(mmap.mmap(-1, num_bytes))
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    return memoryview(mmap.mmap(-1, num_bytes, flags=flags))
+    return _slabs.take(num_bytes)
 
 
 def describe(geometry: KVGeometry) -> str:

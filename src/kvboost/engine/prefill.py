@@ -280,7 +280,7 @@ def keep(
 
 def _keep_approximate(prefilled: Prefilled[S], tokens: Sequence[int], parts: Parts) -> None:
     slots, space = prefilled.slots, prefilled.space
-    plan = prefilled.plan
+    plan = prefilled.plan.before(len(tokens))
     live = [span for span in plan.live if span.start >= slots.exact_stop]
     live[-1] = Span(live[-1].start, len(tokens))
     for span in live:

@@ -48,6 +48,15 @@ class Segment:
     stop: int = 0
     num_visible: int = 0  # own rows that it sees
 
+    def __post_init__(self) -> None:
+        self._before = self.rows.own.length, self.rows.own.patches
+
+    def rewind(self) -> None:
+        """Bring its rows back to where they were before a forward that failed."""
+        own = self.rows.own
+        own.length, own.patches = self._before
+        own.scattered = None
+
     @property
     def is_appended(self) -> bool:
         """Whether its tokens follow the rows that are there."""

@@ -31,17 +31,17 @@ class Pool(ABC):
     def cache(self, num_rows: int) -> RowCache:
         """An empty cache with room for so many rows, and for more as long as the pool has it."""
 
-    def fits(self, running: Iterable[tuple[Rows, int]], num_tokens: int) -> bool:
-        """Whether one more sequence has room beside others, whatever they come to.
+    def room(self, running: Iterable[tuple[Rows, int]]) -> int:
+        """Tokens of the longest sequence that has room beside others, below 0 if they have none.
 
-        Each is given with the tokens that it comes to at most. None of them can run out of blocks
-        later: those at the end of shared rows are counted for all who may have a copy.
+        Each of the others is given with the tokens that it may have. None of them can run out of
+        blocks before: those at the end of shared rows are counted for all who may have a copy.
         """
         size, members = self.block_size, list(running)
         used = sum(-(-most // size) - rows.num_shared // size for rows, most in members)
         used += self.count_shared({rows.shared for rows, _ in members if rows.shared is not None})
         num_copied = 0 if size == 1 else 1  # the new one may be the first to share in a block
-        return used + -(-num_tokens // size) + num_copied <= self.num_blocks
+        return (self.num_blocks - used - num_copied) * size
 
     def count_shared(self, shared: set[SharedRows]) -> int:
         """Blocks that shared rows take."""

@@ -191,6 +191,7 @@ READINGS = (
         "mean_batch_size", "Mean requests per step since the start", _of_batch("mean_batch_size")
     ),
     _counter("steps", "Steps of the batch", _of_batch("num_steps")),
+    _counter("preemptions", "Running requests that had to wait for room", _of_batch("preemptions")),
     _gauge("working_kv_bytes", "Bytes of K/V of running requests", _of_batch("kv_bytes")),
     _gauge("working_kv_tokens", "Tokens in the K/V of the batch", _of_batch("kv_tokens")),
     _gauge(

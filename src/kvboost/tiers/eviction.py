@@ -1,57 +1,35 @@
-"""Who leaves first. Knows keys and sizes; no bytes, no I/O, no locks, no clock."""
+"""Eviction order. Knows keys, sizes and owners; no bytes, no I/O, no locks, no clock."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvboost.core import FrameKey
+from kvboost.core import FrameKey, Owner
 
 _Cell: TypeAlias = "OrderedDict[FrameKey, None]"
+_Cells: TypeAlias = dict[tuple[int, int], _Cell]  # by class, then by age
+
+MOVES_PER_KEY = 32  # between cells, for each key that is added or used; a key needs about 14
 
 
-class Eviction(ABC):
-    """An order of the keys of one tier, kept up to date by the tier.
-
-    What is used or added by one call belongs to one prompt, its last chunk first: a chunk is of
-    no use without the ones before it, so it leaves before them.
-    """
-
-    @abstractmethod
-    def add(self, sizes_bytes: Mapping[FrameKey, int]) -> None:
-        """Keys came in.
-
-        The tier adds first and evicts then: a new key may be the first to leave.
-        """
-
-    @abstractmethod
-    def use(self, keys: Iterable[FrameKey]) -> None:
-        """Keys that are here were read."""
-
-    @abstractmethod
-    def remove(self, key: FrameKey) -> None:
-        """A key went out, for whatever reason."""
-
-    @abstractmethod
-    def victims(self) -> Iterator[FrameKey]:
-        """All keys, the first to leave first. Nothing may change while this is read."""
-
-
-class ReuseDensity(Eviction):
+class ReuseDensity:
     """Keeps what saves most for the room and time that it takes, as learned from what came back.
 
     A use saves computing and storage costs bytes, both by the token, so the value of a key is
     (chance of a use / time until then), the time chosen to make that largest. The chance comes
     from counting, for keys used once, twice, ... and for ages on a logarithmic scale, how many
-    came to this age and how many were used at it. Keys that left are counted too, for some time;
+    came to this age and how many were used at it. Evicted keys are counted too, for some time;
     otherwise a small tier could not learn what it misses.
 
-    Keys of one class and age share a cell in which the oldest leaves first. Only the cells are
-    ranked, and only now and then, so that all calls take constant time on average. Time is the
-    number of bytes added and used.
+    Keys of one class and age share a cell, in which the oldest is evicted first. Only cells are
+    ranked, and each call moves a bounded number of keys between cells, so every call takes
+    constant time for each key it names. Time is the number of bytes added and used.
+
+    What is added or used by one call belongs to one prompt, its last chunk first: a chunk is of
+    no use without the ones before it, so it is evicted before them.
     """
 
     AGES = tuple(2 ** (step / 2) for step in range(-4, 9))  # where cells end; in budgets of bytes
@@ -66,13 +44,21 @@ class ReuseDensity(Eviction):
         self._tick_bytes = budget_bytes / self.TICKS_PER_BUDGET
         self._now = 0
         self._next_tick = 0.0
+        self._is_due = False  # keys may have outgrown their cells since the last round
+        self._ageing: Iterator[FrameKey] = iter(())
         self._known: dict[FrameKey, _Known] = {}
-        self._here, self._gone = self._no_cells(), self._no_cells()  # by class, then by age
+        places = [(c, a) for c in range(len(self.PRIOR_CHANCES)) for a in range(len(self.AGES) + 1)]
+        self._here: _Cells = {place: OrderedDict() for place in places}
+        self._gone: _Cells = {place: OrderedDict() for place in places}
+        self._owned: dict[Owner, _Cells] = {}  # the same order again, for each owner
         self._counts = [_Counts(chance, len(self.AGES)) for chance in self.PRIOR_CHANCES]
-        self._ranking: list[_Cell] | None = None
+        self._ranking: list[tuple[int, int]] | None = None
 
-    def add(self, sizes_bytes: Mapping[FrameKey, int]) -> None:
-        """A key that comes back goes on counting its uses."""
+    def add(self, sizes_bytes: Mapping[FrameKey, int], owner: Owner | None = None) -> None:
+        """Keys came in; one that comes back goes on counting its uses.
+
+        The tier adds first and evicts then: a new key may be the first victim.
+        """
         for key, size_bytes in sizes_bytes.items():
             known = self._known.get(key)
             if known is None:
@@ -80,84 +66,132 @@ class ReuseDensity(Eviction):
             else:
                 self._count_use(key, known)
                 known.size_bytes = size_bytes
+            known.owner = owner
             self._renew(key, known)
-        self._pass_time(sum(sizes_bytes.values()))
+        self._pass_time(sum(sizes_bytes.values()), len(sizes_bytes))
 
     def use(self, keys: Iterable[FrameKey]) -> None:
-        """Start a new age, as a key that was used once more."""
-        used_bytes = 0
+        """Keys that are here were read: each starts a new age, with one use more."""
+        used_bytes = num_keys = 0
         for key in keys:
             known = self._known[key]
             self._count_use(key, known)
             self._renew(key, known)
             used_bytes += known.size_bytes
-        self._pass_time(used_bytes)
+            num_keys += 1
+        self._pass_time(used_bytes, num_keys)
 
     def remove(self, key: FrameKey) -> None:
-        """Remember the key for as long as it is counted."""
+        """A key went out, for whatever reason; it is remembered for as long as it is counted."""
         known = self._known[key]
-        del self._cells_of(known)[known.age][key]
+        self._leave(key, known)
         if known.age == len(self.AGES):
             del self._known[key]
             return
         known.is_here = False
-        self._cells_of(known)[known.age][key] = None
+        self._enter(key, known)
 
-    def victims(self) -> Iterator[FrameKey]:
-        """Cell by cell, the one of least value first."""
+    def set_aside(self, key: FrameKey) -> None:
+        """Leave a key out of `victims` until it is used, removed or put back."""
+        known = self._known[key]
+        self._leave(key, known)
+        known.is_aside = True
+
+    def put_back(self, key: FrameKey) -> None:
+        """Have a key that was set aside among the victims again, the first of its cell."""
+        known = self._known.get(key)
+        if known is not None and known.is_aside:
+            self._leave(key, known)
+            self._enter(key, known)
+            for cell in self._cells_of(known):
+                cell.move_to_end(key, last=False)
+
+    def victims(self, owner: Owner | None = None) -> Iterator[FrameKey]:
+        """Keys in the order of eviction, those of one owner or all. Read it before any change."""
         if self._ranking is None:
             self._ranking = self._rank()
-        for cell in self._ranking:
-            yield from cell
-
-    def _no_cells(self) -> list[list[_Cell]]:
-        return [[OrderedDict() for _ in range(len(self.AGES) + 1)] for _ in self.PRIOR_CHANCES]
+        cells = self._here if owner is None else self._owned.get(owner, {})
+        for place in self._ranking:
+            yield from cells.get(place, ())
 
     def _cells_of(self, known: _Known) -> list[_Cell]:
-        return (self._here if known.is_here else self._gone)[known.use_class]
+        place = known.use_class, known.age
+        if not known.is_here:
+            return [self._gone[place]]
+        if known.owner is None:
+            return [self._here[place]]
+        owned = self._owned.setdefault(known.owner, {})
+        return [self._here[place], owned.setdefault(place, OrderedDict())]
+
+    def _enter(self, key: FrameKey, known: _Known) -> None:
+        for cell in self._cells_of(known):
+            cell[key] = None
+
+    def _leave(self, key: FrameKey, known: _Known) -> None:
+        if known.is_aside:
+            known.is_aside = False
+            while known.age < len(self.AGES) and self._is_outgrown(known):
+                self._grow(known)
+            return
+        for cell in self._cells_of(known):
+            del cell[key]
+        if known.is_here and known.owner is not None:
+            owned, place = self._owned[known.owner], (known.use_class, known.age)
+            if not owned[place]:
+                del owned[place]
+            if not owned:
+                del self._owned[known.owner]
 
     def _count_use(self, key: FrameKey, known: _Known) -> None:
+        self._leave(key, known)
         if known.age < len(self.AGES):
             self._counts[known.use_class].used[known.age] += 1
-        del self._cells_of(known)[known.age][key]
         known.use_class = min(known.use_class + 1, len(self._counts) - 1)
 
     def _renew(self, key: FrameKey, known: _Known) -> None:
         known.is_here, known.age, known.touched_at = True, 0, self._now
-        self._cells_of(known)[0][key] = None
+        self._enter(key, known)
         self._counts[known.use_class].came[0] += 1
 
-    def _pass_time(self, touched_bytes: int) -> None:
+    def _pass_time(self, touched_bytes: int, num_keys: int) -> None:
         self._now += touched_bytes
-        if self._now < self._next_tick:
-            return
-        self._next_tick = self._now + self._tick_bytes
-        self._ranking = None
+        if self._now >= self._next_tick:
+            self._next_tick = self._now + self._tick_bytes
+            self._ranking = None
+            self._is_due = True
+        for _ in range(MOVES_PER_KEY * num_keys):
+            if next(self._ageing, None) is None:
+                if not self._is_due:
+                    return
+                self._is_due, self._ageing = False, self._age()
+
+    def _age(self) -> Iterator[FrameKey]:
+        """Move keys that have outgrown their cells to the next, one a step; forget the oldest."""
         for cells in (self._here, self._gone):
-            for rows in cells:
-                # From the youngest on: after a large step a key may move through several cells.
-                for age in range(len(self.AGES)):
-                    self._move_old(rows, age)
+            # From the youngest on: after a large step a key may move through several cells.
+            for (_, age), cell in cells.items():
+                while age < len(self.AGES) and cell:
+                    key = next(iter(cell))
+                    known = self._known[key]
+                    if not self._is_outgrown(known):
+                        break
+                    self._leave(key, known)
+                    self._grow(known)
+                    if known.is_here or known.age < len(self.AGES):
+                        self._enter(key, known)
+                    else:
+                        del self._known[key]
+                    yield key
 
-    def _move_old(self, rows: list[_Cell], age: int) -> None:
-        """Move what has outgrown its cell to the next; forget keys that left long ago."""
-        limit = self._now - self._age_ends[age]
-        is_last = age + 1 == len(self.AGES)
-        while rows[age]:
-            key = next(iter(rows[age]))
-            known = self._known[key]
-            if known.touched_at > limit:
-                return
-            del rows[age][key]
-            if is_last and not known.is_here:
-                del self._known[key]
-                continue
-            known.age = age + 1
-            rows[age + 1][key] = None
-            if not is_last:
-                self._counts[known.use_class].came[age + 1] += 1
+    def _is_outgrown(self, known: _Known) -> bool:
+        return known.touched_at <= self._now - self._age_ends[known.age]
 
-    def _rank(self) -> list[_Cell]:
+    def _grow(self, known: _Known) -> None:
+        known.age += 1
+        if known.age < len(self.AGES):
+            self._counts[known.use_class].came[known.age] += 1
+
+    def _rank(self) -> list[tuple[int, int]]:
         """Cells by value; of equal ones the less used, then the older first."""
         densities: list[list[float]] = []
         for counts in self._counts:
@@ -171,7 +205,7 @@ class ReuseDensity(Eviction):
             for use_class in range(len(self._counts))
             for age in range(len(self.AGES) + 1)
         ]
-        return [self._here[use_class][-age] for _, use_class, age in sorted(order)]
+        return [(use_class, -age) for _, use_class, age in sorted(order)]
 
 
 @dataclass(slots=True)
@@ -179,8 +213,10 @@ class _Known:
     """What is remembered of a key, here or gone."""
 
     size_bytes: int
+    owner: Owner | None = None
     use_class: int = 0
     is_here: bool = True
+    is_aside: bool = False
     age: int = 0
     touched_at: int = 0
 

@@ -28,6 +28,9 @@ from kvboost.tiers.epochs import check_epoch
 CLOSING_S = 10.0  # what closing waits for writes
 BATCH_BYTES = 8 << 20  # of frames that a tier is asked for at once
 NOTES_AT_ONCE = 512
+LEAST_TIMED_S, LEAST_TIMED_BYTES = 0.01, 1 << 20  # a batch with less says nothing of the rate
+RECENT = 0.25  # weight of a batch against those before it
+RATE_PROBE_S = 10.0  # before a tier that is slower than the model is tried with a batch again
 SILENT = 0.9  # of the deadline: a request's clock starts a little before that of its read
 PROBE = PrefixKey(b"kvboost probe".ljust(32, b"."))  # nothing is ever stored under it
 
@@ -47,6 +50,7 @@ class Patience:
     each_s: float  # for the first answer of a tier
     deadline_s: float  # for all tiers, before anything was delivered
     least_bytes_per_s: float  # at a lower rate computing is faster
+    predicted_bytes_per_s: float = 0.0  # of the model: a tier known to be slower is not asked
     started_at: float = field(default_factory=time.monotonic)
     num_bytes: int = 0  # that were delivered so far
 
@@ -67,6 +71,7 @@ class _Read:
     batches: Iterator[Sequence[FrameKey]]
     check: Check
     are_frames: bool
+    is_probe: bool = False  # of the rate
     epoch_key: FrameKey | None = None
     epoch: int | None = None
     began_at: int | None = None  # bytes that the tier had read by then
@@ -92,12 +97,13 @@ class GuardedTier:
         make: Callable[[], Tier],
         source: Source,
         metrics: Metrics,
-        opened: Callable[[Tier], None],
+        opened: Callable[[Tier], Iterator[None]],
         deadline_s: float,
     ) -> None:
-        """`make` opens the tier and `opened` is told of it, both on the reading thread.
+        """`make` opens the tier and `opened` learns what it has, both on the reading thread.
 
-        A `make` that failed is called again later. A tier that is silent for `deadline_s` is dead.
+        Requests are served between the steps of `opened`. A `make` that failed is called again
+        later. A tier that is silent for `deadline_s` is dead.
         """
         self.name = name
         self._deadline_s = deadline_s
@@ -106,12 +112,16 @@ class GuardedTier:
         self._metrics = metrics
         self._tier: Tier | None = None
         self._is_up = False
+        self._adoption: Iterator[None] = iter(())
+        self._is_adopted = False
         self._is_closed = threading.Event()
         self._was_tried = threading.Event()
         self._refusal: ConfigError | None = None
         self._num_hits = self._num_misses = self._num_faults = 0
         self._num_batches = 0  # that were read
         self._frames_at_once = 1  # learned from the batches before
+        self._seconds_per_byte = 0.0  # the same; 0: not known
+        self._probe_at = 0.0
         self._began_at: float | None = None  # the job that is under way
         self._heard_at, self._delivered = 0.0, (0, 0)  # when it was last seen to have progressed
         self._condemned: set[FrameKey] = set()  # damaged; their discard is on its way
@@ -152,9 +162,36 @@ class GuardedTier:
     def get(
         self, keys: Sequence[FrameKey], patience: Patience, check: Check
     ) -> dict[FrameKey, memoryview]:
-        """What the tier delivers of `keys` for as long as patience lasts."""
+        """What the tier delivers of `keys` for as long as patience lasts.
+
+        Nothing if it is known to be slower than the model, but for a batch now and then.
+        """
+        probed: dict[FrameKey, memoryview] = {}
+        if keys and self._is_slower(patience):
+            if not self._is_probe_due():
+                return {}
+            num = self._frames_at_once
+            probe = _Read(iter([keys[:num]]), check, are_frames=True, is_probe=True)
+            probed, keys = self._get(probe, patience), keys[num:]
+            if self._is_slower(patience):
+                return probed
+            self._probe_at = 0.0
+            log.info("cache tier %s: faster than computing again", self.name)
         read = _Read(self.batches(keys), check, are_frames=True)
-        return self._get(read, patience) if keys else {}
+        return probed | self._get(read, patience) if keys else probed
+
+    def _is_slower(self, patience: Patience) -> bool:
+        return self._seconds_per_byte * patience.predicted_bytes_per_s > 1
+
+    def _is_probe_due(self) -> bool:
+        now, was_known = time.monotonic(), self._probe_at > 0
+        if now < self._probe_at:
+            return False
+        self._probe_at = now + RATE_PROBE_S
+        if not was_known:
+            rate = 1e-6 / self._seconds_per_byte
+            log.info("cache tier %s: %.0f MB/s, computing is faster", self.name, rate)
+        return was_known
 
     def get_notes(
         self, keys: Sequence[FrameKey], patience: Patience, check: Check
@@ -285,27 +322,30 @@ class GuardedTier:
         self._retry_at = time.monotonic() + self._pause_s
         try:
             if self._tier is None:
-                self._tier = self._open()
+                self._tier = self._make()
             self._tier.get([PROBE])
+            if not self._is_adopted:
+                self._adoption = self._opened(self._tier)
+                self._adopt()
             self._is_up = True
             level = logging.WARNING if self._num_faults else logging.INFO
             log.log(level, "cache tier %s works", self.name)
         except ConfigError as error:
             self._refusal = error
             self._is_closed.set()
+            self._was_tried.set()
         except Exception as error:
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             self._note(error)
-        self._was_tried.set()
+            self._was_tried.set()
 
-    def _open(self) -> Tier:
-        tier = self._make()
-        try:
-            self._opened(tier)
-        except BaseException:
-            tier.close()
-            raise
-        return tier
+    def _adopt(self) -> None:
+        """Learn some more of what the tier has kept, and let reads have a turn."""
+        if next(self._adoption, _wake_up) is not _wake_up:
+            self._jobs.put(self._adopt)
+            return
+        self._is_adopted = True
+        self._was_tried.set()
 
     def _carry_out(self, read: _Read) -> None:
         try:
@@ -321,7 +361,9 @@ class GuardedTier:
                 frames = self._tier.get(batch)
                 self._num_batches += 1
                 if frames and read.are_frames:
-                    self._learn_pace(frames, (time.monotonic() - started_at) / len(batch))
+                    seconds = time.monotonic() - started_at
+                    self._learn_pace(frames, seconds / len(batch))
+                    self._learn_rate(_size(frames), seconds, is_probe=read.is_probe)
                 for key, frame in frames.items():
                     if self._is_sound(frame, key, read.check):
                         read.found[key] = frame
@@ -334,6 +376,13 @@ class GuardedTier:
         by_size = BATCH_BYTES // max(1, *(frame.nbytes for frame in frames.values()))
         by_time = self._deadline_s / 4 / max(seconds_each, 1e-6)
         self._frames_at_once = max(1, min(by_size, int(by_time), 2 * self._frames_at_once))
+
+    def _learn_rate(self, num_bytes: int, seconds: float, *, is_probe: bool) -> None:
+        is_telling = seconds >= LEAST_TIMED_S or num_bytes >= LEAST_TIMED_BYTES
+        if is_probe or not self._seconds_per_byte:
+            self._seconds_per_byte = seconds / num_bytes if is_telling else 0.0
+        elif is_telling:
+            self._seconds_per_byte += RECENT * (seconds / num_bytes - self._seconds_per_byte)
 
     def _pardon(self, keys: Iterable[FrameKey]) -> None:
         """Keys were discarded or written again."""

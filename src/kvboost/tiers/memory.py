@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvboost.codecs.frame import owner_of
@@ -35,6 +36,7 @@ class MemoryTier(OwnTier):
         self._budget_bytes = budget_bytes
         self._max_entries = math.inf if max_entries is None else max_entries
         self._quota_bytes = budget_bytes if quota_bytes is None else quota_bytes
+        self._has_quotas = self._quota_bytes < budget_bytes
         self._clock = clock
         self._lock = threading.Lock()
         self._frames: dict[FrameKey, memoryview] = {}
@@ -42,6 +44,7 @@ class MemoryTier(OwnTier):
         self._held_bytes: Counter[Owner] = Counter()
         self._eviction = ReuseDensity(budget_bytes)
         self._pinned_until: dict[FrameKey, float] = {}
+        self._ends_of_pins: list[tuple[float, FrameKey]] = []  # a heap; pins may last longer
         self._holds: dict[FrameKey, _Hold] = {}
         self._on_hold_bytes = 0
 
@@ -108,6 +111,7 @@ class MemoryTier(OwnTier):
             if not hold.count:
                 self._on_hold_bytes -= hold.size_bytes
                 del self._holds[key]
+                self._let_go(key)
 
     def pin(self, keys: Iterable[FrameKey], ttl_s: float | None) -> int:
         """Keep those of `keys` that are here from leaving, for `ttl_s` seconds or for good.
@@ -119,6 +123,9 @@ class MemoryTier(OwnTier):
             held = [key for key in keys if key in self._frames]
             for key in held:
                 self._pinned_until[key] = max(until, self._pinned_until.get(key, until))
+                self._eviction.set_aside(key)
+                if until < math.inf:
+                    heapq.heappush(self._ends_of_pins, (until, key))
             return len(held)
 
     def unpin(self, keys: Iterable[FrameKey]) -> None:
@@ -126,6 +133,7 @@ class MemoryTier(OwnTier):
         with self._lock:
             for key in keys:
                 self._pinned_until.pop(key, None)
+                self._let_go(key)
 
     def stats(self) -> TierStats:
         """Sizes now."""
@@ -148,18 +156,19 @@ class MemoryTier(OwnTier):
         self._drop(key)
         if frame.nbytes > min(self._budget_bytes, self._quota_bytes):
             return [key]
+        owner = owner_of(frame)
         self._frames[key] = frame
         self._size_bytes += frame.nbytes
-        self._held_bytes[owner_of(frame)] += frame.nbytes
+        self._held_bytes[owner] += frame.nbytes
         if pinned_until is not None:
             self._pinned_until[key] = pinned_until
-        self._eviction.add({key: frame.nbytes})
-        victims = self._victims(owner_of(frame), spared=key if is_wanted else None)
+        self._eviction.add({key: frame.nbytes}, owner if self._has_quotas else None)
+        victims = self._victims(owner, spared=key if is_wanted else None)
         if victims is None or key in victims:
             victims = [key]
         for victim in victims:
             self._drop(victim)
-        return victims
+        return list(victims)
 
     def _drop(self, key: FrameKey) -> None:
         frame = self._frames.pop(key, None)
@@ -175,24 +184,38 @@ class MemoryTier(OwnTier):
     def _is_pinned(self, key: FrameKey, now: float) -> bool:
         return self._pinned_until.get(key, -math.inf) > now
 
-    def _victims(self, owner: Owner, spared: FrameKey | None) -> list[FrameKey] | None:
-        """Which keys must leave so that all limits hold again; None if that is not enough."""
+    def _let_go(self, key: FrameKey) -> None:
+        """Allow eviction again, if no hold or pin is left."""
+        if key not in self._holds and not self._is_pinned(key, self._clock()):
+            self._eviction.put_back(key)
+
+    def _victims(self, owner: Owner, spared: FrameKey | None) -> Collection[FrameKey] | None:
+        """The keys to evict so that all limits hold again; None if that is not enough."""
         now = self._clock()
-        own_excess = self._held_bytes[owner] - self._quota_bytes
-        excess = self._size_bytes - self._budget_bytes
-        excess_entries = len(self._frames) - self._max_entries
-        chosen: list[FrameKey] = []
-        for key in self._eviction.victims():
-            if own_excess <= 0 and excess <= 0 and excess_entries <= 0:
-                break
-            frame = self._frames[key]
-            is_own = owner_of(frame) == owner
-            is_kept = key == spared or key in self._holds or self._is_pinned(key, now)
-            # Who is over quota makes room from what is his own.
-            if is_kept or (own_excess > 0 and not is_own):
-                continue
-            chosen.append(key)
-            own_excess -= frame.nbytes * is_own
-            excess -= frame.nbytes
-            excess_entries -= 1
-        return chosen if own_excess <= 0 and excess <= 0 and excess_entries <= 0 else None
+        while self._ends_of_pins and self._ends_of_pins[0][0] <= now:
+            self._let_go(heapq.heappop(self._ends_of_pins)[1])
+        chosen: dict[FrameKey, None] = {}
+        kept: set[FrameKey] = set()
+
+        def choose(order: Iterator[FrameKey], num_bytes: float, num_entries: float) -> bool:
+            while num_bytes > 0 or num_entries > 0:
+                key = next(order, None)
+                if key is None:
+                    return False
+                if key in self._holds or self._is_pinned(key, now):
+                    kept.add(key)
+                elif key != spared and key not in chosen:
+                    chosen[key] = None
+                    num_bytes -= self._frames[key].nbytes
+                    num_entries -= 1
+            return True
+
+        # A tenant above its quota makes room from its own chunks.
+        own_excess = self._held_bytes[owner] - self._quota_bytes if self._has_quotas else 0
+        is_enough = choose(self._eviction.victims(owner), own_excess, 0)
+        excess = self._size_bytes - self._budget_bytes - sum(self._frames[k].nbytes for k in chosen)
+        excess_entries = len(self._frames) - self._max_entries - len(chosen)
+        is_enough = is_enough and choose(self._eviction.victims(), excess, excess_entries)
+        for key in kept:  # so that no later call looks at them again
+            self._eviction.set_aside(key)
+        return chosen if is_enough else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MOST_NOTES = 1 << 16  # that wait to be written
 LEAST_WAIT_S = 0.1  # threads of a busy machine may be that late
+WAITED_SHARE = 0.25  # of the time that computing takes, for a tier that works but is busy
 ANY_RATE = 1e-9
 USUAL_BYTES_PER_S = 100e6  # at least, of a tier that is worth waiting for, before a model was timed
 
@@ -55,8 +56,10 @@ class TierStack:
         self._loading = threading.Lock()
         self._raiser = ThreadPoolExecutor(1, "kvboost-raise")
 
-    def add_below(self, opener: Opener, opened: Callable[[Tier], None]) -> None:
-        """Put a tier below those that are here, and wait until it was opened or failed to.
+    def add_below(self, opener: Opener, opened: Callable[[Tier], Iterator[None]]) -> None:
+        """Put a tier below those that are here, and wait a while until all it has is known.
+
+        `opened` learns that step by step. What is not known yet is a miss.
 
         Raises:
             ConfigError: it can never be opened.
@@ -82,11 +85,14 @@ class TierStack:
 
         `compute_s` is what the model needs for what `num_bytes` of K/V would save it, if known.
         """
-        each_s, bytes_per_s = self._deadline_s, USUAL_BYTES_PER_S
-        if compute_s is not None:
-            worth_s = max(compute_s, LEAST_WAIT_S)
-            each_s, bytes_per_s = min(each_s, worth_s), num_bytes / worth_s
-        return Patience(each_s, each_s * len(self._below), bytes_per_s)
+        each_s, num_below = self._deadline_s, len(self._below)
+        if compute_s is None:
+            return Patience(each_s, each_s * num_below, USUAL_BYTES_PER_S)
+        worth_s = max(compute_s, LEAST_WAIT_S)
+        each_s = min(each_s, worth_s)
+        deadline_s = max(each_s * num_below, WAITED_SHARE * compute_s)
+        predicted = num_bytes / max(compute_s, 1e-6)
+        return Patience(each_s, deadline_s, num_bytes / worth_s, predicted)
 
     def get(
         self, keys: Sequence[FrameKey], patience: Patience | None = None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ from kvboost.tiers.notes import after, check_note, read_note, where, write_note
 from kvboost.tiers.stack import TierStack
 
 NUM_REMEMBERED = 4096  # evicted keys, for explanations
+ADOPTED_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -109,13 +111,18 @@ class ChunkStore:
             self.index.remove(each)
         return len(keys)
 
-    def adopt(self, tier: Tier) -> None:
-        """Make findable what a tier has kept from earlier processes."""
+    def adopt(self, tier: Tier) -> Iterator[None]:
+        """Make findable what a tier has kept from earlier processes, some chunks at each step."""
         if isinstance(tier, OwnTier):
             for key, epoch in tier.epochs().items():
                 self.epochs.learn(key, epoch)
-            for head in tier.heads():
-                self.index.add(head.entry, head.anchors)
+            heads = iter(tier.heads())
+            while some := list(islice(heads, ADOPTED_AT_ONCE)):
+                with self._learning:  # chunks may be evicted meanwhile
+                    for head in some:
+                        if tier.holds(head.entry.key):
+                            self.index.add(head.entry, head.anchors)
+                yield
 
     def bring(
         self, keys: Sequence[FrameKey], patience: Patience, *, in_order: bool = False

@@ -44,18 +44,23 @@ class NumberTable:
 
     def put(self, key: int, value: int) -> None:
         """Set the value of `key`."""
-        place = self._find(key)
-        if place is not None:
-            self._values_view[place] = value
-            return
         if self._num_used >= FULL_RATIO * len(self._keys):
             self._rebuild()
-        place = key % len(self._keys_view)
-        while self._keys_view[place] > self._GONE:
-            place = (place + 1) % len(self._keys_view)
-        self._num_used += self._keys_view[place] == self._FREE
+        keys, size = self._keys_view, len(self._keys_view)
+        place, gone = key % size, None
+        while (there := keys[place]) != self._FREE:
+            if there == key:
+                self._values_view[place] = value
+                return
+            if there == self._GONE and gone is None:
+                gone = place
+            place = (place + 1) % size
+        if gone is None:
+            self._num_used += 1
+        else:
+            place = gone
         self._num_keys += 1
-        self._keys_view[place], self._values_view[place] = key, value
+        keys[place], self._values_view[place] = key, value
 
     def remove(self, key: int) -> None:
         """Forget `key` if it is there."""

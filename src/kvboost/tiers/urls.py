@@ -40,7 +40,7 @@ def openers(urls: str, budget_bytes: int, timeout_s: float) -> list[Opener]:
             raise ConfigError("cache_url: separate several URLs by spaces")
         if scheme == "file":
             make = partial(DiskTier, folder_of(url), budget_bytes)
-            found.append(Opener("disk", make, patience_s=60.0))  # a large one reads its index
+            found.append(Opener("disk", make))
         elif scheme in SHARED:
             name = SHARED[scheme][0].rpartition(".")[2]
             found.append(Opener(name, partial(_open_shared, url, timeout_s)))

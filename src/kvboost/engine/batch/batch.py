@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 from kvboost.build import Parts
 from kvboost.engine.answer import terms_of, why_not
 from kvboost.engine.audit import carry_out, prepare_audit
+from kvboost.engine.batch.admission import Admission
 from kvboost.engine.batch.live import LEAST_SHARED, LivePrompts, Owner
 from kvboost.engine.batch.member import Member
 from kvboost.engine.batch.pace import Pace
-from kvboost.engine.batch.queue import FairQueue
 from kvboost.engine.prefill import decide, fill, keep, named_chunks
 from kvboost.engine.report import count, report
 from kvboost.engine.results import Completion, Phases
@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHARED_STEP = 32  # rows are shared in multiples of this, so that many requests share as many
-MOST_COMPUTING = 4  # prompts that are computed at once if they do not fit in a step
 POLL_S = 0.002  # how often to look whether a request that waits can start
-FIRST_NEW_ROWS = 128  # room for an answer to start with; buffers grow when it is longer
 
 
 class Batch:
@@ -49,11 +47,12 @@ class Batch:
 
     def __init__(self, parts: Parts, add_idle: Callable[[Idle], None]) -> None:
         self._parts, self._add_idle = parts, add_idle
-        self._waiting = FairQueue()
         self._running: list[Member] = []
+        self._admission = Admission(parts, self._running)
+        self._waiting = self._admission.waiting
         self._live = LivePrompts()
-        self._pace = Pace()
-        self._num_steps = self._num_answers_stepped = 0
+        self._pace = Pace(parts.options.inter_token_target_ms)
+        self._num_steps = self._num_answers_stepped = self._num_preemptions = 0
         # Of adapters that are loaded; who comes back at once must not be first each time.
         self._last_steps: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
 
@@ -67,7 +66,9 @@ class Batch:
             self._drop_unwanted()
             if self._is_gathering:
                 return POLL_S
-            self._let_join()
+            while (member := self._admission.overflow()) is not None:
+                self._preempt(member)
+            self._admit()
             segments = self._next_segments()
             if segments:
                 self._compute(segments)
@@ -88,7 +89,7 @@ class Batch:
     def _is_gathering(self) -> bool:
         """Whether an idle batch still waits for company."""
         window_s = self._parts.options.batch_window_ms / 1e3
-        if window_s == 0 or self._running or len(self._waiting) >= self._most_running:
+        if window_s == 0 or self._running or len(self._waiting) >= self._admission.most_running:
             return False
         calls = [each.request.started_at for each in self._waiting]
         return bool(calls) and time.perf_counter() - min(calls) < window_s
@@ -104,6 +105,7 @@ class Batch:
             "max_queue_size": options.max_queue_size,
             "num_steps": self._num_steps,
             "mean_batch_size": self._num_answers_stepped / max(1, self._num_steps),
+            "preemptions": self._num_preemptions,
             "kv_bytes": kv_bytes,
             "kv_tokens": num_rows,
             "kv_capacity_tokens": self._parts.working_tokens,
@@ -114,25 +116,22 @@ class Batch:
         now = time.perf_counter()
         for member in [*self._running, *self._waiting]:
             if member.ticket.is_cancelled:
-                self._fail(member, CancelledError("cancelled by its caller"))
+                self._fail(member, CancelledError("cancelled by its caller"), keeps=True)
             elif member.deadline_at is not None and now > member.deadline_at:
-                self._fail(member, DeadlineExceeded("not done in time"))
+                self._fail(member, DeadlineExceeded("not done in time"), keeps=True)
 
-    def _let_join(self) -> None:
-        """Take in requests as long as their prompts fit in the next step, and a few more.
-
-        So a short prompt does not wait for a long one.
-        """
-        while len(self._running) < self._most_running:
-            computing = [each for each in self._running if each.pending]
-            num_pending = sum(len(each.pending) for each in computing)
-            is_full = num_pending >= self._room_for_prompts(computing)
-            if is_full and len(computing) >= MOST_COMPUTING:
+    def _admit(self) -> None:
+        """Take in requests as long as their prompts fit in the next step, and a few more."""
+        while True:
+            prefills = [each for each in self._running if each.pending]
+            num_pending = sum(len(each.pending) for each in prefills)
+            is_full = num_pending >= self._room_for_prompts(prefills)
+            chosen = self._admission.next(self._is_ready, is_full=is_full)
+            if chosen is None:
                 return
-            # Who is first in line and does not fit is not overtaken, or it might wait for ever.
-            member = self._waiting.first(self._is_ready)
-            if member is None or not self._fits(member):
-                return
+            member, preempted = chosen
+            for each in preempted:
+                self._preempt(each)
             self._waiting.take(member)
             try:
                 self._join(member)
@@ -140,29 +139,20 @@ class Batch:
                 log.exception("a request could not be started")
                 self._fail(member, error)
 
-    @property
-    def _most_running(self) -> int:
-        """A member that rotates its keys unlike others has the batch for itself."""
-        if self._running and self._is_alone(self._running[0]):
-            return 1
-        return self._parts.options.max_batch_size if self._parts.piece_tokens is None else 1
-
-    def _is_alone(self, member: Member) -> bool:
-        return self._parts.model.is_alone(member.num_tokens)
+    def _preempt(self, member: Member) -> None:
+        """Take a request out of the batch; it continues from its K/V in the store."""
+        self._running.remove(member)
+        self._live.remove(member.owner)
+        self._keep(member)
+        member.suspend()
+        self._waiting.put_back(member)
+        self._num_preemptions += 1
 
     def _is_ready(self, member: Member) -> bool:
         loading = member.request.loading
         if loading is not None and not loading.done():
             return False
         return not self._running or not self._waits_for_another(member)
-
-    def _fits(self, member: Member) -> bool:
-        if not self._running:
-            return True
-        if self._is_alone(member):
-            return False
-        sizes = [(each.rows, each.num_tokens) for each in self._running]
-        return self._parts.pool.fits(sizes, member.num_tokens)
 
     def _waits_for_another(self, member: Member) -> bool:
         """Whether another request computes most of what this one needs right now."""
@@ -173,34 +163,32 @@ class Batch:
             return False
         num_stored = find(*member.names, self._parts.store.index).num_reused
         num_known = max(num_stored, owner.num_ready)
-        return num_alike - num_known > (len(member.request.tokens) - num_known) / 2
+        return num_alike - num_known > (len(member.context) - num_known) / 2
 
     def _find_alike(self, member: Member) -> tuple[Owner | None, int]:
         request, parts = member.request, member.parts
         may_share = parts.model.packs and parts.piece_tokens is None and request.reuse != "off"
-        if not may_share or self._is_alone(member):
+        if not may_share or self._admission.is_alone(member):
             return None, 0
         if member.names is None:
-            chunks, keys, _ = named_chunks(request.tokens, parts, request.tenant)
+            chunks, keys, _ = named_chunks(member.context, parts, request.tenant)
             member.names = chunks, keys
         chunks, keys = member.names
         return self._live.find(keys, [chunk.span for chunk in chunks])
 
     def _join(self, member: Member) -> None:
-        request, parts = member.request, member.parts
-        member.joined_at = time.perf_counter()
+        request, parts, context = member.request, member.parts, member.context
+        member.joined_at = member.joined_at or time.perf_counter()
         member.note = why_not(request, parts.model, member.num_tokens)
         terms, note = terms_of(request, parts, is_refused=bool(member.note))
         member.terms, member.note = terms, member.note or note
-        decision = decide(request.tokens, parts, terms, capacity=member.num_tokens)
+        decision = decide(context, parts, terms, capacity=member.num_tokens)
         shared = None if decision.plan.moved else self._share(member)
         if shared is not None and member.names is not None:
             decision = decision.on_shared(*member.names, shared.num_rows)
-        num_own = len(request.tokens) - (shared.num_rows if shared else 0)
-        num_new = min(member.sampling.max_new_tokens, FIRST_NEW_ROWS)
-        own = parts.pool.cache(num_own + num_new)
+        own = parts.pool.cache(member.num_reserved - (shared.num_rows if shared else 0))
         rows = member.owner.rows = Rows(own, shared)
-        member.start(fill(decision, request.tokens, parts, terms, rows, request.brought))
+        member.start(fill(decision, context, parts, terms, rows, request.brought))
         self._running.append(member)
         if member.names is not None:
             chunks, keys = member.names
@@ -212,7 +200,7 @@ class Batch:
         owner, num_alike = self._find_alike(member)
         if owner is None or owner.rows is None:
             return None
-        most = min(num_alike, owner.num_ready, len(member.request.tokens) - 1)
+        most = min(num_alike, owner.num_ready, len(member.context) - 1)
         before = owner.rows.num_shared
         if before <= most < before + LEAST_SHARED:
             most = before  # a few rows more are not worth leaving the others who share these
@@ -249,13 +237,13 @@ class Batch:
 
     def _room_for_prompts(self, computing: list[Member]) -> int:
         num_decoding = len(self._running) - len(computing)
-        num_free = self._most_running - len(self._running)
+        num_free = self._admission.most_running - len(self._running)
         num_waiting = len(computing) + min(len(self._waiting), num_free)
         return self._pace.prompt_tokens(num_decoding, num_waiting)
 
     def _is_whole(self, member: Member) -> bool:
         """Whether a prompt must not be cut: its bits or its rotation depend on the piece."""
-        return self._parts.piece_tokens is not None or self._is_alone(member)
+        return self._parts.piece_tokens is not None or self._admission.is_alone(member)
 
     def _add_piece(self, segments: dict[Segment, Member], member: Member, most: int) -> int:
         member.was_beside |= len(self._running) > 1
@@ -267,37 +255,46 @@ class Batch:
         started = time.perf_counter()
         first = next(iter(segments.values()))
         num_answers = sum(not s.pending for s in segments.values())
-        num_prompt = sum(len(g.tokens) for g, s in segments.items() if not s.output)
-        num_decoding = sum(bool(s.output) for s in segments.values())
-        try:
-            logits = first.parts.model.forward_packed(list(segments))
-            ready = {g: s for g, s in segments.items() if not s.pending}
-            choices: list[Choice | Exception] = []
-            if ready:
-                rows, choosers = [logits[g] for g in ready], [s.chooser for s in ready.values()]
-                choices = choose(rows, choosers)
-        except Exception as error:
-            log.exception("a step failed, and its requests with it")
-            for member in segments.values():
-                self._fail(member, error)
-            return
-        for member in segments.values():
-            if not member.output:
+        num_prompt = sum(len(g.tokens) for g, s in segments.items() if not s.is_decoding)
+        num_decoding = sum(s.is_decoding for s in segments.values())
+        outcomes = self._run(segments)
+        for segment, member in segments.items():
+            outcome = outcomes[segment]
+            if isinstance(outcome, Exception):
+                log.error("a request failed", exc_info=outcome)
+                self._fail(member, outcome)
+                continue
+            if not member.is_decoding:
                 member.note_ready()
-        for member, choice in zip(ready.values(), choices, strict=True):
-            self._go_on(member, choice)
+            if outcome is not None:
+                self._go_on(member, outcome)
         self._num_steps += 1
         self._last_steps[first.request.adapter] = self._num_steps
         self._num_answers_stepped += num_answers
         self._pace.observe(time.perf_counter() - started, num_decoding, num_prompt)
 
-    def _go_on(self, member: Member, choice: Choice | Exception) -> None:
-        if not member.output:
+    def _run(self, segments: dict[Segment, Member]) -> dict[Segment, Choice | Exception | None]:
+        """Each request's next token, None inside a prompt, or what went wrong with it.
+
+        If a step fails, its requests run one by one, and only those fail that fail alone.
+        """
+        try:
+            return _run_together(segments)
+        except Exception as error:
+            if len(segments) == 1:
+                return dict.fromkeys(segments, error)
+            log.exception("a step failed; its requests run one by one")
+        outcomes: dict[Segment, Choice | Exception | None] = {}
+        for segment, member in segments.items():
+            segment.rewind()
+            outcomes |= self._run({segment: member})
+        return outcomes
+
+    def _go_on(self, member: Member, choice: Choice) -> None:
+        if not member.is_decoding:
             self._prompt_is_done(member)
         completion = None
         try:
-            if isinstance(choice, Exception):
-                raise choice
             member.accept(choice)
             if member.finish_reason is not None:
                 completion = _completion(member)
@@ -319,31 +316,44 @@ class Batch:
         try:
             member.ticket.future.set_result(completion)
             looked_up = member.terms.reuse != "off"
-            count(member.request, member.prefilled, member.parts, looked_up=looked_up)
+            count(member.request, member.first_prefill, member.parts, looked_up=looked_up)
+            self._keep(member)
             if looked_up:
-                self._keep(member)
+                self._audit(member)
         except Exception:
             log.exception("storing a request's K/V failed; its output is not affected")
         finally:
             member.owner.close()
 
     def _keep(self, member: Member) -> None:
+        """Store the K/V that a request has computed so far, between two steps."""
         request, parts, prefilled = member.request, member.parts, member.prefilled
-        assert prefilled is not None
-        tokens = [*request.tokens, *member.output][: member.rows.length]
+        if prefilled is None or member.terms.reuse == "off":
+            return
+        tokens = [*request.tokens, *member.output][: member.num_computed]
         if parts.piece_tokens is not None:
             tokens = request.tokens[: prefilled.pending[0]]
-        if tokens:
-            keep(prefilled, tokens, parts, tenant=request.tenant)
-        audit = prepare_audit(request, parts, prefilled, member.terms, member.output)
+        try:
+            if tokens:
+                keep(prefilled, tokens, parts, tenant=request.tenant)
+        except Exception:
+            log.exception("K/V could not be stored; the request is not affected")
+
+    def _audit(self, member: Member) -> None:
+        parts, prefilled = member.parts, member.prefilled
+        assert prefilled is not None
+        audit = prepare_audit(member.request, parts, prefilled, member.terms, member.output)
         if audit is not None:
             self._add_idle(carry_out(audit, parts))
 
-    def _fail(self, member: Member, error: BaseException) -> None:
+    def _fail(self, member: Member, error: BaseException, *, keeps: bool = False) -> None:
+        """End a request with an error; `keeps` its K/V, so that a retry continues from there."""
         self._leave(member)
-        member.owner.close()
         # A traceback leads to the K/V of all requests of the step; it was logged.
         member.ticket.future.set_exception(error.with_traceback(None))
+        if keeps:
+            self._keep(member)
+        member.owner.close()
 
     def _leave(self, member: Member) -> None:
         """Give up what a request has of the batch, before its caller knows that it has ended."""
@@ -356,8 +366,17 @@ class Batch:
         member.give_back_place()
 
 
+def _run_together(segments: dict[Segment, Member]) -> dict[Segment, Choice | Exception | None]:
+    model = next(iter(segments.values())).parts.model
+    logits = model.forward_packed(list(segments))
+    ready = [segment for segment, member in segments.items() if not member.pending]
+    choosers = [segments[segment].chooser for segment in ready]
+    choices = choose([logits[segment] for segment in ready], choosers) if ready else []
+    return dict.fromkeys(segments) | dict(zip(ready, choices, strict=True))
+
+
 def _completion(member: Member) -> Completion:
-    request, prefilled = member.request, member.prefilled
+    request, prefilled = member.request, member.first_prefill
     assert prefilled is not None and member.finish_reason is not None
     first_at, last_at = (request.started_at + member.token_times[i] for i in (0, -1))
     lookup_s, load_s = prefilled.lookup_ms / 1e3, prefilled.load_ms / 1e3
@@ -384,5 +403,6 @@ def _buffer_sizes(running: list[Member]) -> tuple[int, int]:
     """Bytes and rows of the buffers in use, shared ones once."""
     buffers: dict[int, tuple[int, int]] = {}
     for member in running:
-        buffers |= member.rows.buffers()
+        if (prefilled := member.prefilled) is not None:  # unless it was preempted since
+            buffers |= prefilled.slots.buffers()
     return sum(size for size, _ in buffers.values()), sum(rows for _, rows in buffers.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from kvboost.build import Parts
 from kvboost.core import Sampling
 from kvboost.engine.batch.batch import Batch
 from kvboost.engine.batch.member import Listener, Member
+from kvboost.engine.batch.queue import Places
 from kvboost.engine.batch.ticket import Ticket
 from kvboost.engine.request import Request
 from kvboost.engine.results import Completion, GenerationResult
@@ -36,7 +36,8 @@ class BatchFront:
         self._batch = Batch(parts, worker.add_idle)
         worker.run_steadily(self._batch.step)
         options = parts.options
-        self._places = threading.Semaphore(options.max_batch_size + options.max_queue_size)
+        num_places = options.max_batch_size + options.max_queue_size
+        self._places = Places(num_places, num_extra=options.max_queue_size)
 
     def enqueue(
         self,
@@ -50,14 +51,14 @@ class BatchFront:
         """Let a request join as soon as there is room; `waits` for a place in the queue if asked.
 
         Raises:
-            QueueFull: there is no place.
+            QueueFull: there is no place for a request of this tenant.
             ConfigError: the prompt and its answer do not fit, or `logit_bias` has unknown tokens.
         """
         if self._parts.model.refusal:
             raise UnsupportedModel(self._parts.model.refusal)
         self._check(request, sampling)
         self._worker.check_caller()
-        if not self._places.acquire(blocking=waits):
+        if not self._places.acquire(request.tenant, waits=waits):
             raise QueueFull(f"{self._parts.options.max_queue_size} requests are waiting already")
         try:
             member = Member(
@@ -66,13 +67,13 @@ class BatchFront:
                 sampling=sampling,
                 tokenizer=self._tokenizer,
                 end_tokens=self._parts.model.end_tokens({}),
-                give_back_place=self._places.release,
+                give_back_place=partial(self._places.release, request.tenant),
                 listener=listener,
                 deadline_at=None if deadline_s is None else request.started_at + deadline_s,
             )
             self._worker.post(partial(self._batch.add, member))
         except BaseException:
-            self._places.release()
+            self._places.release(request.tenant)
             raise
         return member.ticket
 

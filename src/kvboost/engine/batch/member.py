@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
 from kvboost.build import Parts
 from kvboost.core import Chunk, ChunkKeys, FinishReason, Sampling, Span
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Listener = Callable[[Delta], None]
 
+NEW_ROWS = 128  # of output for which room is reserved at a time
+
 
 @dataclass(eq=False)
 class Member:
@@ -40,13 +42,17 @@ class Member:
     deadline_at: float | None = None  # by `time.perf_counter`
     names: tuple[list[Chunk], list[ChunkKeys]] | None = None
     owner: Owner = field(default_factory=Owner)
+    num_passed: int = 0  # requests that joined before it because it did not fit
 
     # Since it joined the batch.
     terms: Terms = field(init=False)
     note: str = ""
-    joined_at: float = 0.0
-    prefilled: Prefilled[Rows] | None = None
-    pending: list[int] = field(default_factory=list)  # positions of the prompt, in order
+    joined_at: float = 0.0  # for the first time
+    context: list[int] = field(init=False)  # what is prefilled: the prompt, and earlier output
+    first_prefill: Prefilled[Any] | None = None  # for reports, without rows
+    prefilled: Prefilled[Rows] | None = None  # None before it joins, and while it is preempted
+    pending: list[int] = field(default_factory=list)  # positions of the context, in order
+    is_decoding: bool = False
     was_beside: bool = False  # others, while its prompt was computed
     output: list[int] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
@@ -55,6 +61,7 @@ class Member:
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
+        self.context = self.request.tokens
         self.chooser = Chooser(self.sampling, self.request.tokens)
         self._reader = TextReader(self.tokenizer, self.sampling.stop)
 
@@ -64,20 +71,45 @@ class Member:
         return len(self.request.tokens) + self.sampling.max_new_tokens
 
     @property
+    def num_reserved(self) -> int:
+        """Tokens that it has room for: more only when its output has come so far."""
+        num_new = (len(self.output) // NEW_ROWS + 1) * NEW_ROWS
+        return len(self.request.tokens) + min(num_new, self.sampling.max_new_tokens)
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether its last token made it reserve more."""
+        return self.is_decoding and len(self.output) % NEW_ROWS == 0
+
+    @property
     def rows(self) -> Rows:
         """Its K/V."""
         assert self.prefilled is not None
         return self.prefilled.slots
 
+    @property
+    def num_computed(self) -> int:
+        """Tokens from the first on whose K/V is there."""
+        return self.pending[0] if self.pending else self.rows.length
+
     def start(self, prefilled: Prefilled[Rows]) -> None:
         """Join the batch."""
         self.prefilled, self.pending = prefilled, list(prefilled.pending)
+        if self.first_prefill is None:
+            self.first_prefill = replace(cast("Prefilled[Any]", prefilled), slots=None)
         self.note_ready()
+
+    def suspend(self) -> None:
+        """Leave the batch until there is room again; the output so far will be prefilled."""
+        self.owner.close()
+        self.owner, self.names = Owner(), None
+        self.context = [*self.request.tokens, *self.output]
+        self.prefilled, self.pending, self.is_decoding = None, [], False
 
     def note_ready(self) -> None:
         """Let others share what is computed of the prompt, as far as it is exact."""
-        first = self.pending[0] if self.pending else len(self.request.tokens)
-        self.owner.num_ready = min(first, self.rows.exact_stop)
+        num_computed = min(self.num_computed, len(self.context))
+        self.owner.num_ready = min(num_computed, self.rows.exact_stop)
 
     def next_segment(self, most: int) -> Segment:
         """What it computes in the next step: at most that many of its prompt, or one token."""
@@ -96,11 +128,12 @@ class Member:
             [Span(span.start - before, span.stop - before) for span in spans],
             [place - before for place in positions],
         )
-        return Segment(self.rows, [self.request.tokens[place] for place in places], places)
+        return Segment(self.rows, [self.context[place] for place in places], places)
 
     def accept(self, choice: Choice) -> None:
         """Go on with a token, tell the caller, and see whether it was the last one."""
         token = choice.token
+        self.is_decoding = True
         self.output.append(token)
         self.token_times.append(time.perf_counter() - self.request.started_at)
         self.chooser.accept(token)

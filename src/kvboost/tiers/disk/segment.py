@@ -1,87 +1,115 @@
-"""A segment: a file of fixed size to which frames are appended, and from which they are read."""
+"""A segment: a file of fixed size to which frames are appended, and from which they are mapped."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from weakref import WeakSet
+from weakref import finalize, ref
 
 import numpy as np
+import numpy.typing as npt
 
-from kvboost.codecs.frame import HEAD_BYTES, KEY_AT, MAGIC, allocate, owner_of, size_of
+from kvboost.codecs.frame import HEAD_BYTES, KEY_AT, MAGIC, owner_of, size_of
 from kvboost.core import FrameKey, Owner, PrefixKey, Span
-from kvboost.madvise import POPULATE_READ, madvise
+from kvboost.madvise import POPULATE_READ, libc, madvise
 
 BLOCK_BYTES = mmap.ALLOCATIONGRANULARITY  # frames start where they can be mapped
+MOST_OPEN = 64  # files of one folder
 SCAN_BYTES = 4 << 20
 SLICE_BYTES = 1 << 20  # brought in at once: whoever waits sees that a slow disk delivers
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _UNREADABLE = {errno.EFAULT, getattr(errno, "EHWPOISON", 133)}
+
+
+class OpenFiles:
+    """Files that are opened when they are needed; the ones used last stay open. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[Path, FileIO] = OrderedDict()
+
+    def __getitem__(self, path: Path) -> FileIO:
+        file = self._files.pop(path, None) or FileIO(path, "r+")
+        self._files[path] = file
+        if len(self._files) > MOST_OPEN:
+            self.close(next(iter(self._files)))
+        return file
+
+    def close(self, *paths: Path) -> None:
+        """Close some files, or all."""
+        for path in paths or list(self._files):
+            if path in self._files:
+                self._files.pop(path).close()
 
 
 @dataclass
 class Segment:
-    """An open file, and what is known of its contents."""
+    """A file, and what is known of its contents."""
 
-    file: FileIO
+    path: Path
     size_bytes: int
+    files: OpenFiles
     end: int = 0  # where the next frame goes
     live_bytes: int = 0
     keys: dict[FrameKey, None] = field(default_factory=dict)
-    readers: WeakSet[mmap.mmap] = field(default_factory=WeakSet)  # frames that are in use
+    _mapped: Callable[[], npt.NDArray[np.uint8] | None] = lambda: None
 
-    @classmethod
-    def make(cls, path: Path, size_bytes: int) -> Segment:
-        """A new file, which has all its room from the start where the system can do that."""
-        file = FileIO(path, "w+", opener=_for_owner)
-        try:
+    def make(self) -> None:
+        """Create the file, which has all its room from the start where the system can do that."""
+        with FileIO(self.path, "w+", opener=_for_owner) as file:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size_bytes)
+                os.posix_fallocate(file.fileno(), 0, self.size_bytes)
             else:
-                file.truncate(size_bytes)
-        except OSError:
-            file.close()
-            raise
-        return cls(file, size_bytes)
+                file.truncate(self.size_bytes)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a frame of it is in use."""
+        return self._mapped() is not None
 
     def map(self, offset: int, num_bytes: int) -> memoryview:
-        """A view of the file, in which nothing is overwritten meanwhile; empty if it is too short.
+        """A view of the file, in which nothing is overwritten meanwhile; empty if it is cut short.
 
-        Pages are shared with the system's file cache: nothing is copied.
+        All views share one mapping of the file, and its pages with the system's file cache:
+        nothing is copied.
         """
         try:
-            mapped = mmap.mmap(
-                self.file.fileno(), num_bytes, access=mmap.ACCESS_COPY, offset=offset
-            )
-        except ValueError:  # the file was cut short
+            file = self.files[self.path].fileno()
+        except FileNotFoundError:
             return memoryview(b"")
-        self.readers.add(mapped)
-        return memoryview(mapped)
+        if os.fstat(file).st_size < offset + num_bytes:
+            return memoryview(b"")
+        mapped = self._mapped()
+        if mapped is None:
+            mapped = _map(file, self.size_bytes)
+            self._mapped = ref(mapped)
+        return mapped.data[offset : offset + num_bytes]
 
     def read(self, offset: int, num_bytes: int) -> memoryview:
         """A copy of up to `num_bytes`; fewer if the file is cut short."""
-        target, num_read = allocate(num_bytes), 0
-        self.file.seek(offset)
-        while num_read < num_bytes and (more := self.file.readinto(target[num_read:])):
-            num_read += more
-        return target[:num_read]
+        return memoryview(os.pread(self.files[self.path].fileno(), num_bytes, offset))
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write all of `data`."""
-        self.file.seek(offset)
+        """Write all of `data`, to a new file if ours was deleted."""
+        try:
+            file = self.files[self.path].fileno()
+        except FileNotFoundError:
+            self.make()
+            file = self.files[self.path].fileno()
         while data:
-            data = data[self.file.write(data) :]
+            num_written = os.pwrite(file, data, offset)
+            data, offset = data[num_written:], offset + num_written
 
     def find(self, keys: Collection[FrameKey], owners: Collection[Owner]) -> dict[Span, FrameKey]:
         """Where frames of some keys and owners lie, also if they were dropped before."""
         found: dict[Span, FrameKey] = {}
-        for start in range(0, self.size_bytes, SCAN_BYTES):
-            piece = os.pread(self.file.fileno(), SCAN_BYTES, start)
+        for start, piece in self._pieces():
             for at in range(0, len(piece) - HEAD_BYTES, BLOCK_BYTES):
                 if not piece.startswith(MAGIC, at):
                     continue
@@ -92,17 +120,33 @@ class Segment:
                     found[Span(start + at, stop)] = key
         return found
 
+    def _pieces(self) -> Iterator[tuple[int, bytes]]:
+        with FileIO(self.path) as file:  # not ours, which others use and close
+            for start in range(0, self.size_bytes, SCAN_BYTES):
+                yield start, os.pread(file.fileno(), SCAN_BYTES, start)
+
     def wipe(self, spans: Iterable[Span]) -> None:
         """Overwrite parts of the file with zeros, for good."""
         for span in spans:
             for offset in range(span.start, span.stop, SLICE_BYTES):
-                zeros = bytes(min(SLICE_BYTES, span.stop - offset))
-                os.pwrite(self.file.fileno(), zeros, offset)
-        os.fsync(self.file.fileno())
+                self.write(offset, memoryview(bytes(min(SLICE_BYTES, span.stop - offset))))
+        os.fsync(self.files[self.path].fileno())
 
 
 def _for_owner(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
+
+
+def _map(file: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+    """A private mapping of a file. Python's own would hold a file descriptor for as long."""
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = libc().mmap(None, num_bytes, access, mmap.MAP_PRIVATE, file, 0)
+    if address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    room = (ctypes.c_ubyte * num_bytes).from_address(address)
+    mapped: npt.NDArray[np.uint8] = np.ctypeslib.as_array(room)
+    finalize(mapped, libc().munmap, address, num_bytes).atexit = False
+    return mapped
 
 
 def usual_size(paths: Sequence[Path]) -> int:
@@ -117,9 +161,8 @@ def is_readable(view: memoryview, came: Callable[[int], None] = lambda _: None) 
 
     Touching a page that the disk cannot deliver would end the process.
     """
-    if not isinstance(view.obj, mmap.mmap):
-        came(view.nbytes)
-        return True
+    if not view:
+        return False
     address = np.frombuffer(view, np.uint8).ctypes.data
     for start in range(0, view.nbytes, SLICE_BYTES):
         num_bytes = min(SLICE_BYTES, view.nbytes - start)

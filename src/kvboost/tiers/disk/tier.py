@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from io import FileIO
 from pathlib import Path
 
 from kvboost.codecs.frame import MAX_HEAD_BYTES, FrameError, Head, check, read
@@ -25,6 +24,7 @@ from kvboost.tiers.disk.folder import (
 from kvboost.tiers.disk.log import Change, Drop, Epoch, Free, IndexLog, Place, Put, replay
 from kvboost.tiers.disk.segment import (
     BLOCK_BYTES,
+    OpenFiles,
     Segment,
     in_blocks,
     is_readable,
@@ -34,7 +34,6 @@ from kvboost.tiers.disk.segment import (
 NUM_SEGMENTS = 8  # in a small folder; a large one has more
 LEAST_SEGMENTS = 3
 LEAST_SEGMENT_BYTES = 64 << 10  # a smaller one was cut short
-MOST_MAPPED = 128  # frames at once: each of them takes a file descriptor
 LARGEST_SEGMENT_BYTES = 256 << 20
 LOG_SHARE = 16  # one part in so many of the budget is the log's
 HEAD_GUESS_BYTES = 2048  # holds the head of a chunk of 256 tokens
@@ -72,6 +71,7 @@ class DiskTier(OwnTier):
         self._lock = threading.Lock()
         self._places: dict[FrameKey, Place] = {}
         self._used: set[FrameKey] = set()
+        self._files = OpenFiles()
         self._segments: dict[int, Segment] = {}  # the one that was begun last is the last one
         self._has_refused = False
         self.num_unreadable = 0  # records of the index, or frames that they lead to
@@ -96,7 +96,10 @@ class DiskTier(OwnTier):
         with self._lock, unavailable_on_error():
             held = {key: self._places[key] for key in keys if key in self._places}
             self._used.update(held)
-            views = {key: self._view(place) for key, place in held.items()}
+            views = {
+                key: self._segments[place.segment].map(place.offset, place.num_bytes)
+                for key, place in held.items()
+            }
         # Bringing pages in takes time, in which others may write.
         with unavailable_on_error():
             return {
@@ -140,7 +143,7 @@ class DiskTier(OwnTier):
             with unavailable_on_error():
                 found = segment.find(keys, owners)
             with self._lock, unavailable_on_error():
-                if found and segment.readers:
+                if found and segment.is_read:
                     num_in_use += 1
                     continue
                 held = [key for key in found.values() if key in segment.keys]
@@ -176,8 +179,8 @@ class DiskTier(OwnTier):
         return key in self._places
 
     def heads(self) -> Iterator[Head]:
-        """What all frames say of themselves; those without a sound head are dropped."""
-        for key in list(self._places):
+        """What all frames say of themselves, the latest first; unsound ones are dropped."""
+        for key in reversed(list(self._places)):
             head = self._head(key)
             if head is None or head.entry.key != key:
                 self.discard([key])
@@ -194,8 +197,9 @@ class DiskTier(OwnTier):
             empty = self._empty()
             freed = sum(self._segments[number].size_bytes for number in empty)
             for number in empty:
-                self._segments.pop(number).file.close()
-                segment_path(self._folder, number).unlink()
+                path = self._segments.pop(number).path
+                self._files.close(path)
+                path.unlink()
             self._log.rewrite(self._places, self._epochs)
             return freed
 
@@ -214,8 +218,7 @@ class DiskTier(OwnTier):
         self.bytes_read += num_bytes
 
     def _close_files(self) -> None:
-        for segment in self._segments.values():
-            segment.file.close()
+        self._files.close()
         self._segments.clear()
         self._places.clear()
         self._log.close()
@@ -231,7 +234,7 @@ class DiskTier(OwnTier):
         for path in paths:
             if path.stat().st_size == self._segment_bytes and len(self._segments) < most:
                 number = int(path.stem.rpartition("-")[2])
-                self._segments[number] = Segment(FileIO(path, "r+"), self._segment_bytes)
+                self._segments[number] = Segment(path, self._segment_bytes, self._files)
             else:
                 log.warning("removing %s: it does not fit the budget", path)
                 path.unlink()
@@ -295,13 +298,6 @@ class DiskTier(OwnTier):
         self._log.append([Put(key, place)])
         self._set(key, place)
 
-    def _view(self, place: Place) -> memoryview:
-        """A frame where it lies, or a copy of it when many are in use."""
-        segment = self._segments[place.segment]
-        if sum(len(each.readers) for each in self._segments.values()) >= MOST_MAPPED:
-            return segment.read(place.offset, place.num_bytes)
-        return segment.map(place.offset, place.num_bytes)
-
     def _refuse(self, key: FrameKey, num_bytes: int) -> None:
         if not self._has_refused:
             self._has_refused = True
@@ -326,7 +322,7 @@ class DiskTier(OwnTier):
         if not self._segments:
             raise TierUnavailable(f"{self._folder}: no space for a segment")
         if not empty:  # there is no spare one: a smaller budget, a full disk, or readers in it
-            unread = [number for number, each in self._segments.items() if not each.readers]
+            unread = [number for number, each in self._segments.items() if not each.is_read]
             if not unread:
                 raise TierUnavailable(f"{self._folder}: all segments are being read")
             self._free(unread[0])
@@ -341,7 +337,7 @@ class DiskTier(OwnTier):
         return [
             number
             for number, segment in self._segments.items()
-            if not segment.keys and not segment.readers
+            if not segment.keys and not segment.is_read
         ]
 
     def _grow(self) -> bool:
@@ -351,14 +347,16 @@ class DiskTier(OwnTier):
             return False
         number = next(n for n in range(len(self._segments) + 1) if n not in self._segments)
         path = segment_path(self._folder, number)
+        segment = Segment(path, self._segment_bytes, self._files)
         try:
-            self._segments[number] = Segment.make(path, self._segment_bytes)
+            segment.make()
         except OSError as error:
             path.unlink(missing_ok=True)
             if error.errno not in NO_SPACE:
                 raise
             log.warning("%s: no space for another segment: %s", self._folder, error)
             return False
+        self._segments[number] = segment
         return True
 
     def _empty_one(self, reserved_bytes: int) -> None:
@@ -367,7 +365,7 @@ class DiskTier(OwnTier):
         full = [each for each in others if each[1].keys]
         if not full:
             return
-        unread = [each for each in full if not each[1].readers] or full
+        unread = [each for each in full if not each[1].is_read] or full
         number, victim = min(unread, key=lambda each: each[1].live_bytes)
         if victim.live_bytes > victim.size_bytes // 2:
             number, victim = unread[0]
@@ -395,12 +393,16 @@ class DiskTier(OwnTier):
 
     def _head(self, key: FrameKey) -> Head | None:
         """What a frame's head says, or None if it cannot be read."""
-        place = self._places[key]
         with self._lock:
+            place = self._places.get(key)
+            if place is None:  # it has left meanwhile
+                return None
             for num_bytes in (HEAD_GUESS_BYTES, MAX_HEAD_BYTES):
                 segment = self._segments[place.segment]
                 try:
-                    return read(segment.read(place.offset, min(num_bytes, place.num_bytes)))
+                    found = segment.read(place.offset, min(num_bytes, place.num_bytes))
+                    self._came(found.nbytes)
+                    return read(found)
                 except FrameError:
                     continue
                 except OSError as error:

@@ -1,0 +1,69 @@
+"""Memory of frames: few maps, zeros, and back to the system when the frame is dropped."""
+
+import random
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvboost.codecs.frame import allocate
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc here")
+
+
+def num_maps() -> int:
+    return len(Path("/proc/self/maps").read_text().splitlines())
+
+
+def anonymous_kb() -> int:
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+@needs_proc
+def test_frames_that_are_dropped_in_any_order_leave_few_maps_and_no_memory() -> None:
+    maps_before, memory_before = num_maps(), anonymous_kb()
+    frames = {number: allocate(16 << 10) for number in range(10_000)}
+    for frame in frames.values():
+        frame[:] = bytes([1]) * len(frame)
+    for number in random.Random(0).sample(sorted(frames), 5_000):
+        del frames[number]
+    frame = None
+    assert num_maps() - maps_before < 100
+    assert anonymous_kb() - memory_before < 0.6 * 10_000 * 16 + (16 << 10)
+    frames.clear()
+    allocate(16 << 10)
+    assert num_maps() - maps_before < 10
+    assert anonymous_kb() - memory_before < 16 << 10
+
+
+def test_memory_is_full_of_zeros_also_where_a_frame_lay_before() -> None:
+    for size in (1, 4096, 5000, 5000, 100 << 20):
+        for _ in range(3):
+            frame = allocate(size)
+            assert frame.nbytes == size and not frame.readonly
+            assert frame[0] == frame[-1] == 0
+            frame[0] = frame[-1] = 7
+
+
+def test_threads_have_frames_of_their_own() -> None:
+    failures = []
+
+    def work(number: int) -> None:
+        held = []
+        for step in range(300):
+            frame = allocate(4096 + step)
+            failures.append(any(frame))
+            frame[:] = bytes([number]) * len(frame)
+            held.append(frame)
+            if len(held) > 10:
+                failures.append(set(held.pop(step % 10)) != {number})
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(failures) > 1500 and not any(failures)
