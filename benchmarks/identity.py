@@ -86,7 +86,7 @@ def _is_bitwise_equal(engine: KVBoost, prompt: list[int]) -> bool:
     for reuse in ("off", "exact"):
         prefilled = prefill(prompt, parts, Terms(reuse), capacity=len(prompt))
         logits = complete(prefilled, prompt, parts)
-        rows = [plane.clone() for plane in prefilled.slots.read(Span(0, len(prompt)))]
-        parts.model.recycle(prefilled.slots)
+        rows = [plane.clone() for plane in prefilled.rows.read(Span(0, len(prompt)))]
+        prefilled.rows.release()
         seen.append([logits, *rows])
     return all(torch.equal(cold, warm) for cold, warm in zip(*seen, strict=True))

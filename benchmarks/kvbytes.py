@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shared", type=int, default=2048, help="tokens that all prompts share")
     parser.add_argument("--own", type=int, default=50, help="tokens of each prompt alone")
     parser.add_argument("--new", type=int, default=32, help="tokens to generate")
-    parser.add_argument("--backend", help="where the batch keeps its K/V (default: the engine's)")
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -52,12 +51,10 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     for name in options.model:
         words = tokenizer(name)
         host = model(name, DTYPES[options.dtype])
-        chosen = {} if options.backend is None else {"backend": options.backend}
-        with KVBoost(host, words, max_batch_size=options.requests, **chosen) as engine:
+        with KVBoost(host, words, max_batch_size=options.requests) as engine:
             for what in ("cold", "warm"):
                 row = {"model": name.rstrip("/").split("/")[-1], "dtype": options.dtype}
-                row |= {"backend": options.backend or "default", "prefix": what}
-                rows.append(row | _measure(engine, words, what, options))
+                rows.append(row | {"prefix": what} | _measure(engine, words, what, options))
                 row = rows[-1]
                 print(
                     f"{row['model']}: {options.requests} requests, prefix {what}: at most"

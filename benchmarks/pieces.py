@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _prefill(prompt: list[int], parts: Parts) -> None:
     prefilled = prefill(prompt, parts, Terms("off"), capacity=len(prompt))
     complete(prefilled, prompt, parts)
-    parts.model.recycle(prefilled.slots)
+    prefilled.rows.release()
 
 
 def _measure(

@@ -190,12 +190,12 @@ def _reference(
     prefilled = prefill(tokens, parts, Terms("off"), capacity=len(tokens) + MOST_NEW)
     first = complete(prefilled, tokens, parts)
     full_s = time.perf_counter() - started
-    answer, logits = _greedy(prefilled.slots, first, parts, words)
-    parts.model.recycle(prefilled.slots)
+    answer, logits = _greedy(prefilled.rows, first, parts, words)
+    prefilled.rows.release()
     return full_s, answer, logits
 
 
-def _greedy(slots: Any, logits: torch.Tensor, parts: Parts, words: Any) -> tuple[Any, Any]:
+def _greedy(rows: Any, logits: torch.Tensor, parts: Parts, words: Any) -> tuple[Any, Any]:
     ends = {words.eos_token_id, words.convert_tokens_to_ids("<|im_end|>")}
     said, seen = [], []
     while True:
@@ -203,8 +203,8 @@ def _greedy(slots: Any, logits: torch.Tensor, parts: Parts, words: Any) -> tuple
         said.append(int(logits[-1].argmax()))
         if said[-1] in ends or len(said) == MOST_NEW:
             return said, torch.cat(seen)
-        step = range(slots.length, slots.length + 1)
-        logits = parts.model.forward(slots, said[-1:], step)
+        step = range(rows.length, rows.length + 1)
+        logits = parts.model.forward(rows, said[-1:], step)
 
 
 def _measure_case(
@@ -220,19 +220,19 @@ def _measure_case(
     prefilled = prefill(tokens, parts, terms, capacity=len(tokens) + MOST_NEW)
     first = complete(prefilled, tokens, parts)
     taken_s = time.perf_counter() - started
-    slots, logits = prefilled.slots, first
+    rows, logits = prefilled.rows, first
     if len(answer) > 1:
         stop = len(tokens) + len(answer) - 1
         rest = parts.model.forward(
-            slots, answer[:-1], range(len(tokens), stop), num_logits=len(answer) - 1
+            rows, answer[:-1], range(len(tokens), stop), num_logits=len(answer) - 1
         )
         logits = torch.cat([first, rest])
     check = compare(fresh, logits.float(), len(tokens), prefilled.plan.num_reused)
     same = logits.argmax(-1).tolist()
     if same != answer:  # the greedy answer parts from the reference somewhere: follow its own way
-        slots.crop(slots.length - len(tokens))
-        same, _ = _greedy(slots, first, parts, _Ends(answer))
-    parts.model.recycle(slots)
+        rows.crop(len(tokens))
+        same, _ = _greedy(rows, first, parts, _Ends(answer))
+    rows.release()
     return {
         "kl": check.mean_kl,
         "top1": check.top1_ratio,
@@ -279,7 +279,7 @@ def _read_documents(
         prefilled = prefill(tokens, parts, Terms("exact"), capacity=len(tokens))
         complete(prefilled, tokens, parts)
         keep(prefilled, tokens, parts, tenant="")
-        parts.model.recycle(prefilled.slots)
+        prefilled.rows.release()
 
 
 class _Rotations:

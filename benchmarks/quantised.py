@@ -18,7 +18,7 @@ from kvboost.codecs.raw import RawCodec
 from kvboost.core import Span
 from kvboost.engine.verify import compare
 from kvboost.models.hf import HFModel
-from kvboost.models.slots import SlotCache
+from kvboost.models.rows import Rows
 from material import DTYPES, documents, model, tokenizer
 from measure import seconds
 
@@ -104,18 +104,18 @@ def _distances(
 ) -> dict[str, Any]:
     """How far the answer's logits are from those on raw K/V, for each codec and without reuse."""
     num_stored = len(prompt) - 1  # the last token is always computed
-    source = ours.fresh_slots(len(prompt))
+    source = ours.fresh_rows(len(prompt))
     ours.forward(source, prompt[:-1], range(num_stored))
     answer = _greedy(_through(codecs[0], source, num_stored, ours), prompt, ours, num_new)
     rest = [prompt[-1], *answer[:-1]]
     places = range(num_stored, num_stored + num_new)
     logits = {}
     for codec in codecs:
-        slots = _through(codec, source, num_stored, ours)
-        logits[codec.name] = ours.forward(slots, rest, places, num_logits=num_new).float()
+        rows = _through(codec, source, num_stored, ours)
+        logits[codec.name] = ours.forward(rows, rest, places, num_logits=num_new).float()
     everything = prompt + answer[:-1]
-    slots = ours.fresh_slots(len(everything))
-    fresh = ours.forward(slots, everything, range(len(everything)), num_logits=num_new)
+    rows = ours.fresh_rows(len(everything))
+    fresh = ours.forward(rows, everything, range(len(everything)), num_logits=num_new)
     logits["cold"] = fresh.float()
     return {
         what: compare(logits["raw"], those, len(prompt), num_stored)
@@ -123,14 +123,14 @@ def _distances(
     }
 
 
-def _through(codec: Codec, source: SlotCache, num_tokens: int, ours: HFModel) -> SlotCache:
+def _through(codec: Codec, source: Rows, num_tokens: int, ours: HFModel) -> Rows:
     """The rows of `source` after a codec had them, with room for an answer."""
-    slots = ours.fresh_slots(source.capacity + CHUNK_TOKENS)
+    rows = ours.fresh_rows(source.capacity + CHUNK_TOKENS)
     for span in _spans(num_tokens):
         payload = memoryview(bytearray(codec.size(len(span))))
         codec.encode(source.read(span), payload)
-        slots.write(span, codec.decode(payload, len(span)))
-    return slots
+        rows.write(span, codec.decode(payload, len(span)))
+    return rows
 
 
 def _spans(num_tokens: int) -> list[Span]:
@@ -138,12 +138,17 @@ def _spans(num_tokens: int) -> list[Span]:
     return [Span(start, min(num_tokens, start + CHUNK_TOKENS)) for start in starts]
 
 
-def _greedy(slots: SlotCache, prompt: list[int], ours: HFModel, num_new: int) -> list[int]:
+def _greedy(rows: Rows, prompt: list[int], ours: HFModel, num_new: int) -> list[int]:
     answer, token = [], prompt[-1]
     for place in range(len(prompt) - 1, len(prompt) - 1 + num_new):
-        token = int(ours.forward(slots, [token], range(place, place + 1)).argmax())
+        token = int(ours.forward(rows, [token], range(place, place + 1)).argmax())
         answer.append(token)
     return answer
+
+
+def _prefill(rows: Rows, prompt: list[int], ours: HFModel) -> None:
+    rows.crop(0)
+    ours.forward(rows, prompt, range(len(prompt)))
 
 
 def _times(
@@ -151,14 +156,14 @@ def _times(
 ) -> dict[str, dict[str, Any]]:
     """Encoding and decoding of a prompt's chunks beside the prefill that they save, by turns."""
     geometry, spans = ours.geometry, _spans(len(prompt))
-    source, target = (ours.fresh_slots(len(prompt)) for _ in range(2))
+    source, target = (ours.fresh_rows(len(prompt)) for _ in range(2))
     payloads = {
         codec: [memoryview(bytearray(codec.size(len(span)))) for span in spans] for codec in codecs
     }
     taken = defaultdict(list)
     for turn in range(rounds + 1):
         parts: dict[str, float] = {}
-        parts["prefill"] = seconds(lambda: ours.forward(source.reuse(), prompt, range(len(prompt))))
+        parts["prefill"] = seconds(lambda: _prefill(source, prompt, ours))
         for codec in codecs if turn % 2 else reversed(codecs):
             started = time.perf_counter()
             for span, payload in zip(spans, payloads[codec], strict=True):

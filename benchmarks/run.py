@@ -33,6 +33,7 @@ import inside_vllm
 import isolation
 import kvbytes
 import lookup
+import memory
 import mixed
 import multiturn
 import pieces
@@ -76,6 +77,7 @@ QUESTIONS = {
     "throughput": throughput,
     "stalls": stalls,
     "kvbytes": kvbytes,
+    "memory": memory,
     "soak": soak,
     "fuzz": fuzz,
     "streaming": streaming,

@@ -19,7 +19,7 @@ from material import stream, tokenizer
 from measure import seconds
 
 REFERENCE = "transformers"
-PEERS = ("transformers", "cb", "vllm", "slots")  # the last one is ours with buffers for each
+PEERS = ("transformers", "cb", "vllm")
 GOALS = {"transformers": 6.0, "cb": 1.5, "vllm": 1.5}
 WARM_UP_TOKENS = 4
 WARM = " warm"  # behind the name of who is asked for the second time
@@ -77,7 +77,6 @@ def _batchers(
         ours = partial(Apart, Ours, name, options.dtype, options.clients)
         makers: dict[str, Callable[[], Batcher]] = {
             "ours": partial(ours, prepack_weights=options.prepack),
-            "slots": partial(ours, prepack_weights=options.prepack, backend="slots"),
             "transformers": partial(Apart, OneByOne, name, options.dtype),
             "cb": partial(Apart, ContinuousBatching, name, options.dtype),
         }

@@ -1,4 +1,4 @@
-"""Draw the diagrams of the docs: rows of a prompt, the stages, the tiers, a fleet; a plot of a run.
+"""Draw the diagrams of the docs: rows of a prompt, the stages, the tiers, memory, a fleet; a plot.
 
 Boxes, arrows and text by their coordinates; the same bytes every time. Colours are those of the
 reader's system, light or dark.
@@ -175,6 +175,37 @@ def tiers() -> str:
     return drawing.svg()
 
 
+def kv_memory() -> str:
+    """One pool for running requests and stored chunks; frames below it."""
+    drawing = Drawing("One pool holds the K/V of running requests and of stored chunks", 400)
+    drawing.text(40, 34, "request A", "bold")
+    drawing.text(40, 74, "request B", "bold")
+    drawing.text(740, 34, "block tables: runs of rows, the prefix shared", "small end")
+    row = "ssssssssssss" + "mmmm" + "cccc" + "...." + "mmmmmm" + "...."
+    left = 40
+    for number, letter in enumerate(row):
+        kind = {"s": "stored", "m": "moved", "c": "computed", ".": "box"}[letter]
+        drawing.rectangle(left + number * 20.5, 130, 17, 40, kind)
+    middle = left + 6 * 20.5
+    drawing.arrow((130, 30), (middle, 30), (middle, 126))
+    drawing.arrow((130, 70), (middle - 20, 70), (middle - 20, 126))
+    drawing.arrow((middle, 30), (left + 18 * 20.5, 30), (left + 18 * 20.5, 126))
+    drawing.arrow((middle - 20, 70), (left + 14 * 20.5, 70), (left + 14 * 20.5, 126))
+    drawing.text(40, 196, "shared prefix, also a stored chunk", "small")
+    drawing.text(left + 13 * 20.5, 196, "rows of B and A", "small")
+    drawing.text(left + 24 * 20.5, 196, "stored chunks, evictable", "small")
+    drawing.text(40, 222, "KV pool: max_cache_bytes", "bold")
+    drawing.box(40, 300, 340, 62, "disk", "frames: disk_cache_dir")
+    drawing.box(400, 300, 340, 62, "shared", "frames: cache_url")
+    for x in (150, 510):
+        drawing.arrow((x, 230), (x, 300))
+        drawing.text(x - 10, 270, "writer thread", "small end")
+        drawing.arrow((x + 60, 300), (x + 60, 230))
+        drawing.text(x + 70, 270, "loader thread", "small")
+    drawing.text(WIDTH / 2, 388, "The engine's thread copies nothing for exact hits.", "small mid")
+    return drawing.svg()
+
+
 def fleet() -> str:
     """Requests, the ingress, the router, replicas and what they share."""
     drawing = Drawing(
@@ -200,6 +231,7 @@ DRAWN = {
     "sparse-prefill.svg": sparse_prefill,
     "stages.svg": stages,
     "tiers.svg": tiers,
+    "kv-memory.svg": kv_memory,
     "fleet.svg": fleet,
     "first-token.svg": partial(readme_picture, ROOT / "benchmarks" / "report" / "results.jsonl"),
 }

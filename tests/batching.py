@@ -165,8 +165,8 @@ def check_stored_prefixes(engine: KVBoost, most: int = 4) -> int:
         for mode in ("exact", "off"):
             made = prefill(tokens, parts, Terms(mode), capacity=len(tokens))
             complete(made, tokens, parts)
-            rows.append([part.clone() for part in made.slots.read(Span(0, len(tokens)))])
-            parts.model.recycle(made.slots)
+            rows.append([part.clone() for part in made.rows.read(Span(0, len(tokens)))])
+            made.rows.release()
         for stored, computed in zip(*rows, strict=True):
             assert float((stored - computed).abs().max()) < 1e-4
     return len(chosen)

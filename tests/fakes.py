@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -15,6 +17,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from kvboost.codecs.frame import MAGIC, Head, owner_of, read
+from kvboost.codecs.host import HostFrames
 from kvboost.codecs.raw import RawCodec
 from kvboost.core import FrameKey, KVGeometry, Owner, PlaneGroup, PrefixKey, Rotation, Span
 from kvboost.errors import TierUnavailable
@@ -134,7 +137,7 @@ def store_of(
 ) -> ChunkStore:
     """A store in memory, on top of other tiers."""
     metrics = Metrics()
-    tiers = TierStack(MemoryTier(budget_bytes), metrics, deadline_s)
+    tiers = TierStack(MemoryTier(budget_bytes), HostFrames(RawCodec(geometry)), metrics, deadline_s)
     store = ChunkStore(ChunkIndex(), tiers, RawCodec(geometry), metrics)
     for number, tier in enumerate(below):
         opener = Opener(f"{tier.name}-{number}", lambda tier=tier: tier)
@@ -173,11 +176,19 @@ def confused_by_threads(tier: Tier, num_rounds: int, num_frames: int) -> list[ob
     return wrong
 
 
-def fill(tier: Tier, names: Iterable[str], size_bytes: int = 10) -> list[PrefixKey]:
+def fake_chunk(content: bytes, owner: int = 0) -> Any:
+    """A chunk of which no more is true than its size and whose it is."""
+    entry = SimpleNamespace(space=bytes([owner]) * 32)
+    return SimpleNamespace(
+        nbytes=len(content), entry=entry, is_in_use=False, frame=lambda: memoryview(content)
+    )
+
+
+def fill(tier: MemoryTier, names: Iterable[str], size_bytes: int = 10) -> list[PrefixKey]:
     """Put entries under short names; return what was evicted on the way."""
     evicted: list[PrefixKey] = []
     for name in names:
-        evicted += tier.put({PrefixKey(name.encode()): memoryview(bytes(size_bytes))})
+        evicted += tier.put({PrefixKey(name.encode()): fake_chunk(bytes(size_bytes))})
     return evicted
 
 

@@ -6,16 +6,17 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
 from kvboost.codecs.base import Codec
+from kvboost.codecs.host import HostFrames
 from kvboost.codecs.kivi import Int4Codec, Int8Codec
 from kvboost.codecs.raw import RawCodec
-from kvboost.config import Options
+from kvboost.config import EXACT_BITS, Options
 from kvboost.core import KVGeometry
 from kvboost.errors import ConfigError
 from kvboost.metrics import Metrics
 from kvboost.models.adapters import Adapter
 from kvboost.models.hf import HFModel
-from kvboost.models.paged import BlockPool
-from kvboost.models.pool import Pool, SlotPool
+from kvboost.models.pool import BlockPool
+from kvboost.models.pooled import PooledChunks
 from kvboost.policy.cost import CostModel
 from kvboost.policy.guard import QualityGuard
 from kvboost.reuse.repair.base import Repair
@@ -23,6 +24,7 @@ from kvboost.reuse.repair.none import NoRepair
 from kvboost.reuse.repair.sampled import SampledRepair
 from kvboost.reuse.repair.scored import ScoredRepair
 from kvboost.reuse.repair.selective import SelectiveRepair
+from kvboost.tiers.base import Medium
 from kvboost.tiers.index import ChunkIndex
 from kvboost.tiers.memory import MemoryTier
 from kvboost.tiers.stack import TierStack
@@ -41,7 +43,7 @@ class Parts:
     options: Options
     model: HFModel
     boundaries: Set[int]  # token ids after which a chunk may end early
-    pool: Pool  # working K/V of the batch
+    pool: BlockPool  # K/V of running requests, and of stored chunks in memory
     store: ChunkStore
     repairs: Mapping[float, Repair]  # by ratio: none, the one asked for, then stronger ones
     cost: CostModel
@@ -80,12 +82,13 @@ def build(options: Options, model: HFModel, boundaries: Set[int]) -> Parts:
     """Put an engine's parts together."""
     metrics = Metrics()
     repairs = build_repairs(options)
+    pool = build_pool(options, model)
     return Parts(
         options=options,
         model=model,
         boundaries=boundaries,
-        pool=build_pool(options, model),
-        store=build_store(options, model.geometry, metrics),
+        pool=pool,
+        store=build_store(options, model.geometry, metrics, pool=pool),
         repairs={0.0: NoRepair(), **repairs},
         cost=CostModel(),
         guard=QualityGuard(options.quality_budget, tuple(repairs), options.audit_ratio),
@@ -94,18 +97,31 @@ def build(options: Options, model: HFModel, boundaries: Set[int]) -> Parts:
 
 
 def build_store(
-    options: Options, geometry: KVGeometry, metrics: Metrics, index: ChunkIndex | None = None
+    options: Options,
+    geometry: KVGeometry,
+    metrics: Metrics,
+    index: ChunkIndex | None = None,
+    pool: BlockPool | None = None,
 ) -> ChunkStore:
     """Memory and the tiers below it; waits until these are open, or failed to open for now.
+
+    Chunks stay in `pool` if it is in host memory and they are stored as they are.
 
     Raises:
         ConfigError: a tier can never be opened.
     """
-    quota_bytes = int(options.tenant_quota * options.max_cache_bytes)
-    memory = MemoryTier(options.max_cache_bytes, options.max_chunks, quota_bytes)
-    deadline_s = options.tier_deadline_ms / 1e3
-    tiers = TierStack(memory, metrics, deadline_s)
+    budget_bytes = options.max_cache_bytes
     codec = CODECS[options.kv_cache_bits](geometry)
+    medium: Medium = HostFrames(codec)
+    if pool is not None and pool.device.type == "cpu" and options.kv_cache_bits == EXACT_BITS:
+        medium = PooledChunks(pool, codec)
+        budget_bytes = min(budget_bytes, pool.num_blocks * pool.block_bytes)
+    quota_bytes = int(options.tenant_quota * budget_bytes)
+    memory = MemoryTier(budget_bytes, options.max_chunks, quota_bytes)
+    deadline_s = options.tier_deadline_ms / 1e3
+    tiers = TierStack(memory, medium, metrics, deadline_s)
+    if isinstance(medium, PooledChunks) and pool is not None:
+        pool.evict, pool.pinned_bytes = tiers.make_room, memory.pinned_bytes
     store = ChunkStore(ChunkIndex() if index is None else index, tiers, codec, metrics)
     try:
         for opener in openers(options.tier_urls, options.max_disk_bytes, 2 * deadline_s):
@@ -116,19 +132,14 @@ def build_store(
     return store
 
 
-def build_pool(options: Options, model: HFModel) -> Pool:
-    """The working memory of the batch.
-
-    "auto" is blocks on CPUs, where they were measured (docs/adr/0023-paged-pool.md).
-    """
+def build_pool(options: Options, model: HFModel) -> BlockPool:
+    """The memory of K/V."""
     geometry, device, size = model.geometry, model.model.device, options.block_size
     num_blocks = options.num_blocks
     if num_blocks is None:
         budget_bytes = max(options.max_cache_bytes, LEAST_WORKING_BYTES)
-        num_blocks = budget_bytes // (size * max(1, geometry.bytes_per_token))
-    if options.backend == "paged" or (options.backend == "auto" and device.type == "cpu"):
-        return BlockPool(geometry, 0 if model.refusal else num_blocks, size, device)
-    return SlotPool(geometry, num_blocks * size, device)
+        num_blocks = -(-budget_bytes // (size * max(1, geometry.bytes_per_token)))
+    return BlockPool(geometry, 0 if model.refusal else num_blocks, size, device)
 
 
 def build_repairs(options: Options) -> dict[float, Repair]:

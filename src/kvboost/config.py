@@ -25,7 +25,7 @@ STRATEGIES = ("sampled", "selective", "cacheblend", "query", "sensitivity", "non
 """How to repair moved text; docs/concepts/exact-and-moved.md compares cost and quality."""
 
 
-BACKENDS = ("auto", "slots", "paged")
+BACKENDS = ("auto", "paged")
 """KV cache of running requests: contiguous buffers, or a pool of blocks."""
 
 
@@ -92,7 +92,7 @@ class Options:
     )
     max_cache_bytes: int = field(
         default=2048 * MIB,
-        metadata=about("budget of the memory tier, in bytes or as '4GiB'", low=1),
+        metadata=about("budget of K/V in memory, in bytes or as '4GiB'", low=1),
     )
     tenant_quota: float = field(
         default=1.0,
@@ -156,12 +156,12 @@ class Options:
     )
     block_size: int = field(
         default=16,
-        metadata=about("tokens per block of the KV cache of running requests", low=1, high=4096),
+        metadata=about("tokens per block of the KV pool", low=1, high=4096),
     )
     num_blocks: int | None = field(
         default=None,
         metadata=about(
-            "blocks in the KV cache of running requests; None: max_cache_bytes, at least 1 GiB",
+            "blocks of the KV pool; None: max_cache_bytes, at least 1 GiB",
             low=1,
         ),
     )
@@ -175,7 +175,9 @@ class Options:
     )
     backend: str = field(
         default="auto",
-        metadata=about(f"KV cache of running requests: {', '.join(map(repr, BACKENDS))}"),
+        metadata=about(
+            "KV cache of running requests: 'paged', a pool of blocks; 'auto' is the same"
+        ),
     )
 
     def __post_init__(self) -> None:

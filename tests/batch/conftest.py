@@ -38,4 +38,5 @@ def engine(made: KVBoost) -> Iterator[KVBoost]:
     assert [list(each.result(WAIT_S).token_ids) for each in tickets] == [
         alone(prompt, 3) for prompt in prompts
     ]
+    come_to_rest(made)
     assert made.batch_stats()["kv_bytes"] == 0 and len(made._front._batch._live) == 0

@@ -84,7 +84,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.request = SimpleNamespace(tenant=self.tenant)
-        self.rows = SimpleNamespace(shared=None)
+        self.rows = SimpleNamespace(num_shared=0)
 
     @property
     def num_reserved(self) -> int:

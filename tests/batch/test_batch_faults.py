@@ -27,7 +27,7 @@ from fakes import words
 from kvboost import KVBoost
 from kvboost.core import MatchKind, Sampling
 from kvboost.engine.results import Delta
-from kvboost.models.slots import RowCache, SlotCache
+from kvboost.models.rows import Rows
 
 pytestmark = pytest.mark.tiny
 
@@ -145,7 +145,7 @@ def spoil(engine: KVBoost, place: str) -> list[Any]:
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("place", ["start", "layer", "end"])
-@pytest.mark.parametrize("options", [{"block_size": 7}, {"backend": "slots"}], ids=str)
+@pytest.mark.parametrize("options", [{"block_size": 7}, {"block_size": 16}], ids=str)
 def test_a_request_that_breaks_forwards_fails_alone(
     options: dict[str, Any], place: str, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +158,7 @@ def test_a_request_that_breaks_forwards_fails_alone(
     with engine_of(batch_window_ms=200, **options) as engine:
         hooks = spoil(engine, place)
         # Rows that were not brought back would be written a second time, by other kernels.
-        monkeypatch.setattr(RowCache, "scatter", None)
+        monkeypatch.setattr(Rows, "put_at", None)
         engine.submit(common, greedy(1)).result(WAIT_S)
         culprit = engine.submit(bad, sampling)
         tickets = [engine.submit(prompt, greedy(9)) for prompt in healthy]
@@ -204,7 +204,7 @@ def test_nobody_waits_for_rows_of_a_request_that_has_failed(engine: KVBoost) -> 
     assert begun.wait(WAIT_S)
     alike = engine.submit([*common, 11, 12], greedy(4))
     assert list(alike.result(WAIT_S).token_ids) == alone([*common, 11, 12], 4)
-    assert alike.result().cached_tokens == 1184  # shared in steps of 32
+    assert alike.result().cached_tokens == 1200
     assert not other.future.done()
     other.cancel()
 
@@ -223,11 +223,11 @@ def test_an_error_does_not_hold_on_to_the_rows_of_its_step(engine: KVBoost) -> N
     come_to_rest(engine)
     gc.collect()
     assert error is not None
-    assert live_caches() <= 1  # the spare one
+    assert live_caches() == 0
 
 
 def live_caches() -> int:
-    return sum(issubclass(type(each), SlotCache) for each in gc.get_objects())
+    return sum(issubclass(type(each), Rows) for each in gc.get_objects())
 
 
 def test_rows_are_freed_with_their_requests_and_not_by_the_garbage_collector(

@@ -19,7 +19,6 @@ from kvboost.errors import DeadlineExceeded
 pytestmark = pytest.mark.tiny
 
 PROMPT = words(4 * MOST_TOKENS, seed=1)
-BACKENDS = ["paged", "slots"]
 
 
 def left_in_forward(
@@ -52,9 +51,8 @@ def cancel() -> None:
     tickets[-1].cancel()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_half_a_prefill_that_was_cancelled_is_reused(backend: str) -> None:
-    with engine_of(backend=backend) as engine:
+def test_half_a_prefill_that_was_cancelled_is_reused() -> None:
+    with engine_of() as engine:
         error = left_in_forward(engine, 2, cancel, PROMPT)
         assert isinstance(error, CancelledError)
         again = engine.submit(PROMPT, greedy(4)).result(WAIT_S)

@@ -12,7 +12,6 @@ from kvboost import KVBoost
 from kvboost.core import Sampling
 from kvboost.engine.batch import member
 from kvboost.engine.results import Delta
-from kvboost.models.paged import BlockPool
 
 NEW_ROWS = 16
 NUM_NEW = 2 * NEW_ROWS + 10
@@ -38,15 +37,12 @@ def num_blocks_for(num_requests: int, block_size: int) -> int:
 
 def are_all_free(engine: KVBoost) -> bool:
     engine.flush()
-    pool = engine._parts.pool
-    return not isinstance(pool, BlockPool) or pool.stats()["used_blocks"] == 0
+    return engine._parts.pool.stats()["used_blocks"] == 0
 
 
 @pytest.mark.tiny
 @pytest.mark.parametrize("reuse", ["exact", "off"])
-@pytest.mark.parametrize(
-    "options", [{"block_size": 16}, {"block_size": 7}, {"backend": "slots"}], ids=str
-)
+@pytest.mark.parametrize("options", [{"block_size": 16}, {"block_size": 7}], ids=str)
 def test_outputs_that_outgrow_the_pool_all_come_to_their_end(
     options: dict[str, Any], reuse: str
 ) -> None:

@@ -96,7 +96,7 @@ def test_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.tiny
 def test_quality_is_measured_also_where_moved_text_does_not_pay() -> None:
     hosted = HFModel(build("llama", {}))
-    parts = build_parts(make_options({"num_blocks": 1}), hosted, frozenset())
+    parts = build_parts(make_options({}), hosted, frozenset())
     tokenizer = byte_tokenizer()
     num_tokens = len(prompts(tokenizer)[-1])
     full, moved = Work.of(num_tokens, num_tokens, 0), Work.of(num_tokens, 200, num_tokens - 200)

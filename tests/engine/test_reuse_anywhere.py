@@ -229,9 +229,9 @@ def test_rows_between_computed_ones_are_corrected(engine: KVBoost) -> None:
     prefilled = prefill(tokens, parts, Terms("auto", "", 0.15), capacity=len(tokens))
     span = Span(12 + 2, 12 + 2 + len(DOCUMENTS[1]))
     between = [p for p in range(span.start, span.stop) if p not in prefilled.repaired]
-    placed = [rows[:, :, between].clone() for rows in prefilled.slots.read(Span(0, len(tokens)))]
+    placed = [rows[:, :, between].clone() for rows in prefilled.rows.read(Span(0, len(tokens)))]
     complete(prefilled, tokens, parts)
-    after = [rows[:, :, between] for rows in prefilled.slots.read(Span(0, len(tokens)))]
+    after = [rows[:, :, between] for rows in prefilled.rows.read(Span(0, len(tokens)))]
     assert not all(torch.equal(a, b) for a, b in zip(placed, after, strict=True))
 
 
@@ -303,13 +303,13 @@ class Provenances(RuleBasedStateMachine):
         for tokens in self._stored_prompts():
             reused = prefill(tokens, parts, Terms("exact"), capacity=len(tokens))
             complete(reused, tokens, parts)
-            rows = [part.clone() for part in reused.slots.read(Span(0, len(tokens)))]
-            parts.model.recycle(reused.slots)
+            rows = [part.clone() for part in reused.rows.read(Span(0, len(tokens)))]
+            reused.rows.release()
             fresh = prefill(tokens, parts, Terms("off"), capacity=len(tokens))
             complete(fresh, tokens, parts)
-            for ours, theirs in zip(rows, fresh.slots.read(Span(0, len(tokens))), strict=True):
+            for ours, theirs in zip(rows, fresh.rows.read(Span(0, len(tokens))), strict=True):
                 assert float((ours - theirs).abs().max()) < 1e-4
-            parts.model.recycle(fresh.slots)
+            fresh.rows.release()
 
     def _stored_prompts(self) -> list[list[int]]:
         """Every chain of exact chunks from a prompt's start, one token added to be live."""

@@ -121,7 +121,9 @@ class Stores(RuleBasedStateMachine):
         space, epoch = space_of(tenant, parts), store.epochs.of(tenant)
         slots = FakeSlots(len(tokens), seed=len(self.computed))
         plan = look_up(tokens, parts, terms)
-        plan = assemble(plan, slots, FakeModel(), store, space, brought).plan
+        chunks = store.tiers.memory.get([match.key for match in plan.matches])
+        brought.release()
+        plan = assemble(plan, slots, FakeModel(), store, space, chunks).plan
         known = self.computed.setdefault((tenant, epoch), [])
         fresh = fresh_rows(tokens)
         self.check(tokens, plan, slots, fresh, known)
@@ -134,7 +136,7 @@ class Stores(RuleBasedStateMachine):
         if not is_cancelled:
             rows = [part.clone() for part in slots.rows]
             known.append(Computed(tokens, rows, is_computed))
-            prefilled: Any = SimpleNamespace(slots=slots, space=space, plan=plan)
+            prefilled: Any = SimpleNamespace(rows=slots, space=space, plan=plan)
             keep(prefilled, tokens, parts, tenant=tenant)
 
     def check(
@@ -161,7 +163,7 @@ class Stores(RuleBasedStateMachine):
         store = self.processes[number].store
         store.tiers.flush(2 * DEADLINE_S)
         memory = store.tiers.memory
-        keys = list(memory._frames)
+        keys = list(memory._chunks)
         memory.discard(keys)
         store.tiers._note_gone(keys)
 

@@ -36,7 +36,7 @@ def test_a_model_is_named_as_transformers_engine_names_it(tmp_path: Path, name: 
 def test_its_planes_are_what_the_model_caches(tmp_path: Path) -> None:
     model = HFModel(build(*SUPPORTED["llama"]))
     found = identify(saved(tmp_path, "llama"), torch.float32, model.geometry, PROBE)
-    slots = model.slots(len(PROBE))
+    slots = model.fresh_rows(len(PROBE))
     model.forward(slots, PROBE, range(len(PROBE)))
     (rows,) = slots.read(Span(0, len(PROBE)))
     assert model.geometry.groups[0].planes == tuple(range(len(rows)))

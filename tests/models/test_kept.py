@@ -62,9 +62,10 @@ def test_the_second_start_finds_what_the_first_has_measured(tmp_path: Path) -> N
     first = HFModel(build("llama", {}), kept_in=tmp_path)
     second = HFModel(build("llama", {}), kept_in=tmp_path)
     assert second.rotations == first.rotations and second.rotations
-    assert (second.packs, second.geometry) == (first.packs, first.geometry)
+    assert (second.packs, second.joins) == (first.packs, first.joins)
+    assert second.geometry == first.geometry
     assert second.fingerprint == first.fingerprint
-    slots = [each.slots(8) for each in (first, second)]
+    slots = [each.fresh_rows(8) for each in (first, second)]
     tokens = list(range(5, 13))
     logits = [
         each.forward(rows, tokens, range(8))

@@ -13,7 +13,7 @@ def correct(change: torch.Tensor, computed: list[int], runs: list[Span]) -> torc
     stored = torch.zeros(1, 1, *change.shape)
     fresh = change[computed][None, None]
     for patch in spread.patches(runs, computed, torch.float32, torch.device("cpu")):
-        spread.apply(patch, stored, fresh)
+        spread.apply(patch, stored[:, :, patch.start : patch.stop], fresh)
     stored[0, 0, computed] = change[computed]
     return change - stored[0, 0]
 

@@ -25,7 +25,7 @@ PROMPT = OTHER + DOCUMENT
 
 
 def encode(model: HFModel, tokens: list[int]) -> tuple[object, torch.Tensor]:
-    slots = model.slots(len(tokens))
+    slots = model.fresh_rows(len(tokens))
     logits = model.forward(slots, tokens, range(len(tokens)), num_logits=len(tokens))
     return slots, logits
 
@@ -57,12 +57,11 @@ def test_repair_of_everything_is_a_full_prefill(name: str) -> None:
     model = HFModel(build(*SUPPORTED[name]))
     rows = moved_rows(model)
     _, expected = encode(model, PROMPT)
-    slots = model.slots(len(PROMPT))
+    slots = model.fresh_rows(len(PROMPT))
     span = Span(NEW_BEFORE, len(PROMPT))
     slots.write(span, rows)
     positions = list(range(len(PROMPT)))
-    slots.correct([span], positions)
-    logits = model.forward(slots, PROMPT, positions, num_logits=len(PROMPT))
+    logits = model.forward(slots, PROMPT, positions, num_logits=len(PROMPT), corrected=[span])
     assert float((logits - expected).abs().max()) <= 1e-5
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -9,10 +10,10 @@ from transformers import DynamicCache
 from certified import tiny_model
 from fakes import WordTokenizer
 from kvboost import KVBoost
+from kvboost.core import Span
 from kvboost.models.hf import HFModel
 from kvboost.models.packed import Segment
-from kvboost.models.paged import BlockPool
-from kvboost.models.pool import Pool, SlotPool
+from kvboost.models.pool import BlockPool
 from kvboost.models.rows import Rows
 from tiny_models import SUPPORTED, VOCABULARY, build
 
@@ -42,17 +43,14 @@ def native_logits(name: str, tokens: list[int]) -> torch.Tensor:
     return logits
 
 
-def pool_of(model: HFModel, memory: str) -> Pool:
-    geometry, device = model.geometry, model.model.device
-    if memory == "slots":
-        return SlotPool(geometry, 9999, device)
-    pool = BlockPool(geometry, 800, 7, device)
+def pool_of(model: HFModel, memory: str) -> BlockPool:
+    pool = BlockPool(model.geometry, 800, 7, model.model.device)
     if memory == "pieces":  # no two free blocks follow one another
-        pool.hold(range(0, 800, 2))
+        pool.hold(np.arange(0, 800, 2))
     return pool
 
 
-MEMORIES = ("slots", "blocks", "pieces")
+MEMORIES = ("blocks", "pieces")
 KINDS_OF_ATTENTION = ("llama", "gemma3-two-rotations", "gpt_oss-sinks", "mistral-sliding")
 
 
@@ -61,8 +59,13 @@ def in_memory(names: set[str]) -> list[tuple[str, str]]:
     pairs = []
     for number, name in enumerate(sorted(names)):
         is_kind = name in KINDS_OF_ATTENTION
-        pairs += [(name, each) for each in (MEMORIES if is_kind else (MEMORIES[number % 3],))]
+        pairs += [(name, each) for each in (MEMORIES if is_kind else (MEMORIES[number % 2],))]
     return pairs
+
+
+@pytest.fixture(autouse=True)
+def share_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost.models.packed.LEAST_SHARED", 32)
 
 
 class Packed:
@@ -110,7 +113,7 @@ def test_the_reason_is_logged_and_shown(caplog: pytest.LogCaptureFixture) -> Non
 @pytest.mark.parametrize("name", sorted(ONE_BY_ONE))
 def test_where_rows_cannot_be_packed_a_step_takes_one_forward_each(name: str, memory: str) -> None:
     packed = Packed(name, memory)
-    first, apart = (Rows(packed.pool.cache(8)) for _ in range(2))
+    first, apart = (Rows(packed.pool, 8) for _ in range(2))
     packed.step((FIRST, first, range(50)), (APART, apart, SCATTERED))
     packed.step((FIRST, first, range(50, 51)))
 
@@ -118,11 +121,9 @@ def test_where_rows_cannot_be_packed_a_step_takes_one_forward_each(name: str, me
 @pytest.mark.parametrize(("name", "memory"), in_memory(set(SUPPORTED) - ONE_BY_ONE))
 def test_sequences_in_one_row_are_as_alone(name: str, memory: str) -> None:
     packed = Packed(name, memory)
-    first, apart = (Rows(packed.pool.cache(8)) for _ in range(2))
+    first, apart = (Rows(packed.pool, 8) for _ in range(2))
     packed.step((FIRST, first, range(50)), (APART, apart, SCATTERED))
-    shared = first.share(NUM_ALIKE)
-    second = Rows(packed.pool.cache(4), shared)
-    third = Rows(packed.pool.cache(4), shared)
+    second, third = (Rows(packed.pool, 44, first.runs(Span(0, NUM_ALIKE))) for _ in range(2))
     packed.step(
         (FIRST, first, range(50, 51)),
         (SECOND, second, range(NUM_ALIKE, 60)),
@@ -140,17 +141,17 @@ def test_sequences_in_one_row_are_as_alone(name: str, memory: str) -> None:
 def test_requests_with_few_rows_of_their_own_are_computed_together(memory: str) -> None:
     packed = Packed("llama", memory)
     prompts = [FIRST[:NUM_ALIKE] + sequence(seed, 300) for seed in range(10, 16)]
-    first = Rows(packed.pool.cache(8))
+    first = Rows(packed.pool, 8)
     packed.step((prompts[0], first, range(NUM_ALIKE + 3)))
-    shared = first.share(NUM_ALIKE)
+    shared = first.runs(Span(0, NUM_ALIKE))
     rows = [first]
-    rows += [Rows(packed.pool.cache(4), shared) for _ in prompts[1:]]
+    rows += [Rows(packed.pool, NUM_ALIKE + 4, shared) for _ in prompts[1:]]
     for number in range(1, 6):
         packed.step((prompts[number], rows[number], range(NUM_ALIKE, NUM_ALIKE + 2 * number)))
     for step in range(330):
         if step == 100:
-            rows[2].close()
-            rows[2] = Rows(packed.pool.cache(4), shared)  # another in its stead
+            rows[2].release()
+            rows[2] = Rows(packed.pool, NUM_ALIKE + 4, shared)  # another in its stead
             packed.step((prompts[2], rows[2], range(NUM_ALIKE, NUM_ALIKE + 7)))
         taking = [n for n in range(6) if step % 7 != n and rows[n].length < 339]
         packed.step(

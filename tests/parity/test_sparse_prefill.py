@@ -15,7 +15,8 @@ from kvboost.core import Span
 from kvboost.errors import UnsupportedModel
 from kvboost.models import certify, install
 from kvboost.models.hf import HFModel
-from kvboost.models.slots import SlotCache
+from kvboost.models.packed import Segment
+from kvboost.models.rows import Rows
 from tiny_models import REFUSED, SUPPORTED, VOCABULARY, build
 
 pytestmark = pytest.mark.tiny
@@ -43,12 +44,12 @@ def error(ours: torch.Tensor, native: torch.Tensor) -> float:
     return float((ours - native).abs().max())
 
 
-def garble(slots: SlotCache, positions: list[int]) -> None:
+def garble(slots: Rows, positions: list[int]) -> None:
     for plane in slots.read(Span(0, NUM_TOKENS)):
         plane[:, :, positions] = 9.0
 
 
-def run(model: HFModel, slots: SlotCache, positions: list[int]) -> torch.Tensor:
+def run(model: HFModel, slots: Rows, positions: list[int]) -> torch.Tensor:
     tokens = [TOKENS[position] for position in positions]
     return model.forward(slots, tokens, positions, num_logits=len(positions))
 
@@ -57,7 +58,7 @@ def run(model: HFModel, slots: SlotCache, positions: list[int]) -> torch.Tensor:
 def test_any_positions_in_any_order_equal_the_models_own_prefill(name: str) -> None:
     native = native_logits(name)
     model, chance = tiny_model(name), random.Random(name)
-    slots = model.slots(NUM_TOKENS)
+    slots = model.fresh_rows(NUM_TOKENS + 1)
     assert error(run(model, slots, list(range(NUM_TOKENS))), native[:-1]) <= TOLERANCE
     for _ in range(5):
         again = chance.sample(range(NUM_TOKENS), chance.randint(1, NUM_TOKENS - 1))
@@ -72,7 +73,7 @@ def test_any_positions_in_any_order_equal_the_models_own_prefill(name: str) -> N
 def test_appended_pieces_equal_the_models_own_prefill(name: str) -> None:
     native, model = native_logits(name), tiny_model(name)
     bare = build(*SUPPORTED[name])
-    slots, cache = model.slots(NUM_TOKENS), DynamicCache(config=bare.config)
+    slots, cache = model.fresh_rows(NUM_TOKENS), DynamicCache(config=bare.config)
     # Short and long pieces: the long one takes the two-kernel attention.
     for start, stop in ((0, 7), (7, 8), (8, 88), (88, 96)):
         piece, positions = PROMPT[start:stop], range(start, stop)
@@ -86,7 +87,7 @@ def test_appended_pieces_equal_the_models_own_prefill(name: str) -> None:
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_one_wrong_position_is_seen(name: str) -> None:
     native, model = native_logits(name), tiny_model(name)
-    slots = model.slots(NUM_TOKENS)
+    slots = model.fresh_rows(NUM_TOKENS)
     run(model, slots, list(range(NUM_TOKENS)))
     positions = [40, 60, NUM_TOKENS - 1]
     tokens = [TOKENS[position] for position in positions]
@@ -114,7 +115,7 @@ def test_models_that_cannot_be_right_are_refused_with_the_reason(name: str) -> N
 
 
 def test_a_model_whose_sparse_prefill_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SlotCache, "get_query_offset", lambda self, layer_idx=0: self.length)
+    monkeypatch.setattr(Segment, "offset", property(lambda self: self.rows.length))
     with pytest.raises(UnsupportedModel, match="differs from the model's own prefill"):
         HFModel(build(*SUPPORTED["llama"]))
 
@@ -140,10 +141,9 @@ def test_rounding_is_no_excuse_for_a_mask_that_is_off_by_one(
         install.switch(model, install.implementations(model)[0])
         lenient = replace(native, tolerance=certify.MOST_TOLERANCE)
         certify.check_sparse_prefill(model, geometry, lenient)
-        right = SlotCache.get_query_offset
+        right = Segment.offset.fget
         for wrong in (1, -1):
-            monkeypatch.setattr(
-                SlotCache, "get_query_offset", lambda self, *_, by=wrong: right(self) + by
-            )
+            off_by_one = property(lambda self, by=wrong: right(self) + by)
+            monkeypatch.setattr(Segment, "offset", off_by_one)
             with pytest.raises(UnsupportedModel, match="differs from the model's own prefill"):
                 certify.check_sparse_prefill(model, geometry, lenient)

@@ -76,9 +76,9 @@ def test_deterministic_prefill_gives_the_same_bits_cold_and_warm(
         for reuse in ("off", "exact"):
             prefilled = prefill(prompt, engine._parts, Terms(reuse), capacity=1000)
             logits = complete(prefilled, prompt, engine._parts)
-            rows = prefilled.slots.read(Span(0, len(prompt)))
+            rows = prefilled.rows.read(Span(0, len(prompt)))
             seen.append([logits, *(plane.clone() for plane in rows)])
-            engine._parts.model.recycle(prefilled.slots)
+            prefilled.rows.release()
         assert prefilled.plan.num_reused == (len(stored) - 33) // 128 * 128
         assert all(torch.equal(cold, warm) for cold, warm in zip(*seen, strict=True))
         texts = {engine.generate(prompt, 8, reuse=reuse).output_text for reuse in ("off", "exact")}

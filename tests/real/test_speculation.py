@@ -168,7 +168,7 @@ def test_rejected_tokens_are_never_stored(engine: KVBoost, bare: Bare) -> None:
     fresh = prefill(follow_up, engine._parts, Terms("off", "rejected"), capacity=1000)
     complete(fresh, follow_up, engine._parts)
     span = Span(0, num_computed)
-    for ours, wanted in zip(found.slots.read(span), fresh.slots.read(span), strict=True):
+    for ours, wanted in zip(found.rows.read(span), fresh.rows.read(span), strict=True):
         assert torch.allclose(ours, wanted, atol=2e-3)
     second = engine.generate(follow_up, 24, **own)
     assert second.cached_tokens == num_computed

@@ -17,7 +17,7 @@ from kvboost.errors import TierUnavailable
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import content_key, derive, namespace
 from kvboost.reuse.lookup import LEAST_MOVED_TOKENS, find, find_moved
-from kvboost.reuse.place import assemble
+from kvboost.reuse.place import Placed, assemble
 from kvboost.reuse.store import commit, commit_approximate
 from kvboost.rope import rotate
 from kvboost.tiers.anchors import SHORTEST_FOUND
@@ -110,12 +110,17 @@ def test_other_tenants_and_short_echoes_are_not_found() -> None:
     assert store.find(text(20, 1) + document[: LEAST_MOVED_TOKENS - 1] + text(99, 2)).matches == ()
 
 
+def placed_of(plan: ReusePlan, slots: FakeSlots, store: ChunkStore) -> Placed:
+    chunks = store.tiers.get([match.key for match in plan.matches])
+    return assemble(plan, slots, FakeModel(), store, SPACE, chunks)
+
+
 def test_moved_rows_are_turned_by_how_far_they_moved() -> None:
     store, document, slots = Fixture(), text(150, 0), FakeSlots(190)
     store.keep(text(40, 1) + document, slots)
     prompt = text(25, 2) + document + text(10, 3)
     target = FakeSlots(len(prompt), seed=5)
-    placed = assemble(store.find(prompt), target, FakeModel(), store.store, SPACE)
+    placed = placed_of(store.find(prompt), target, store.store)
     assert placed.plan.num_reused == 150
     assert target.exact_stop == 25
     source, moved = slots.read(Span(40, 190)), target.read(Span(25, 175))
@@ -133,7 +138,7 @@ def test_a_moved_chunk_that_is_gone_leaves_the_others() -> None:
     prompt = text(5, 9) + documents[0] + documents[1] + text(5, 8)
     plan = store.find(prompt)
     store.store.tiers.discard(plan.matches[0].key)
-    placed = assemble(plan, FakeSlots(len(prompt)), FakeModel(), store.store, SPACE)
+    placed = placed_of(plan, FakeSlots(len(prompt)), store.store)
     assert placed.lost == (plan.matches[0].key,)
     first, *others = plan.matches[1:]
     assert placed.plan.matches == (replace(first, follows=False), *others)
@@ -165,7 +170,7 @@ def check_placed(store: ChunkStore, document: list[int], source: FakeSlots, home
     prompt = text(25, 77) + document + text(5, 78)
     chunks, target = split(prompt, SIZE), FakeSlots(len(prompt), seed=9)
     plan = find_moved(ReusePlan(len(prompt)), chunks, store.index, SPACE)
-    placed = assemble(plan, target, FakeModel(), store, SPACE).plan
+    placed = placed_of(plan, target, store).plan
     assert placed.num_reused == len(document)
     expected = source.read(Span(home, home + len(document)))[0][0]
     turned = rotate(expected, FakeModel.rotations[0], 25 - home)
@@ -179,7 +184,7 @@ def test_a_copy_that_another_process_stored_from_elsewhere_is_turned_from_its_ow
     assert ours.tiers.flush(5)
     source = stored_at(theirs, document, 900, seed=2)  # replaces ours in the shared tier
     assert theirs.tiers.flush(5)
-    (key,) = ours.tiers.memory._frames
+    (key,) = ours.tiers.memory._chunks
     ours.tiers.memory.discard([key])
     ours.tiers.load([key], ours.tiers.patience())  # nobody tells the index
     check_placed(ours, document, source, 900)
@@ -192,10 +197,10 @@ def test_a_text_that_is_computed_again_while_its_tier_is_down_has_its_new_place(
     store = store_of(below=[disk])
     stored_at(store, document, 500, seed=1)
     assert store.tiers.flush(5)
-    store.tiers.memory.discard(list(store.tiers.memory._frames))
+    store.tiers.memory.discard(list(store.tiers.memory._chunks))
     store.tiers._below[0]._fail(TierUnavailable("no answer in time"))
     source = stored_at(store, document, 900, seed=2)
-    (key,) = store.tiers.memory._frames
+    (key,) = store.tiers.memory._chunks
     entry = store.index.get(key)
     assert entry is not None and entry.home == 900
     check_placed(store, document, source, 900)
@@ -224,7 +229,7 @@ def test_chunks_from_different_places_are_not_one_run(shown: int) -> None:
     prompt = text(50, 2) + first[-shown:] + last + text(9, 3)
     plan = store.find(prompt)
     target = FakeSlots(len(prompt), seed=9)
-    placed = assemble(plan, target, FakeModel(), store.store, SPACE).plan
+    placed = placed_of(plan, target, store.store).plan
     homes = {m.key: store.store.index.get(m.key).home for m in placed.matches}
     for match in placed.matches:
         home = homes[match.key] + match.offset

@@ -103,7 +103,7 @@ def test_an_empty_variable_is_none() -> None:
         ({"KVBOOST_DTYPE": "int3"}, "dtype='int3': expected one of auto, float32"),
         ({"KVBOOST_STRICT": "perhaps"}, "strict='perhaps': expected True or False"),
         ({"KVBOOST_KV_CACHE_BITS": "3"}, "kv_cache_bits=3: expected 16, 8 or 4"),
-        ({"KVBOOST_BACKEND": "slot"}, "backend='slot': expected one of auto, slots, paged"),
+        ({"KVBOOST_BACKEND": "slot"}, "backend='slot': expected one of auto, paged"),
         ({"KVBOOST_MAX_CACHE_BYTES": "4G"}, "max_cache_bytes='4G': expected a whole number"),
         ({"KVBOOST_REQUEST_DEADLINE_S": "nan"}, "request_deadline_s=nan: expected a number"),
     ],

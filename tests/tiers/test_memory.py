@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes import fill
-from kvboost.codecs.frame import OWNER_AT
+from fakes import fake_chunk, fill
 from kvboost.core import PrefixKey
 from kvboost.tiers.memory import MemoryTier
 
@@ -37,14 +36,14 @@ def test_budgets_hold_and_sizes_add_up_whatever_is_done(
     for name, number, size in operations:
         key = PrefixKey(bytes([number]))
         if name == "put":
-            for gone in [key, *tier.put({key: memoryview(bytes([number] * size))})]:
+            for gone in [key, *tier.put({key: fake_chunk(bytes([number] * size))})]:
                 held.pop(gone, None)
             if tier.holds(key):
                 held[key] = size
         elif name == "get":
-            frame = tier.get([key]).get(key)
-            assert (frame is not None) == (key in held)
-            assert frame is None or bytes(frame) == bytes([number] * held[key])
+            chunk = tier.get([key]).get(key)
+            assert (chunk is not None) == (key in held)
+            assert chunk is None or bytes(chunk.frame()) == bytes([number] * held[key])
         elif name == "discard":
             tier.discard([key])
             if not tier.holds(key):
@@ -107,12 +106,8 @@ def test_threads_do_not_break_the_budget() -> None:
     assert not any(over) and len(over) == 2400
 
 
-def owned(owner: int, size_bytes: int = 1000) -> memoryview:
-    """A frame of which no more is true than whose it is."""
-    head = bytearray(size_bytes)
-    start = OWNER_AT
-    head[start : start + 32] = bytes([owner]) * 32
-    return memoryview(head)
+def owned(owner: int, size_bytes: int = 1000) -> Any:
+    return fake_chunk(bytes(size_bytes), owner)
 
 
 def test_who_is_over_quota_makes_room_from_what_is_his_own() -> None:
@@ -231,4 +226,4 @@ def test_what_is_about_to_be_read_comes_in_whatever_it_is_worth() -> None:
     for _ in range(50):
         tier.get([PrefixKey(b"a"), PrefixKey(b"b")])
     assert fill(tier, "c") == [b"c"]
-    assert tier.admit({PrefixKey(b"c"): memoryview(bytes(10))}) in ([b"a"], [b"b"])
+    assert tier.admit({PrefixKey(b"c"): fake_chunk(bytes(10))}) in ([b"a"], [b"b"])

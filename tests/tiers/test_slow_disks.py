@@ -18,6 +18,7 @@ from fakes import WordTokenizer, words
 from fuse_disk import FuseDisk, fuse_disk
 from kvboost import KVBoost
 from kvboost.codecs.frame import write
+from kvboost.codecs.host import HostFrames
 from kvboost.codecs.raw import RawCodec
 from kvboost.core import Entry, FrameKey, KVGeometry, Namespace, PlaneGroup, PrefixKey, Provenance
 from kvboost.metrics import Metrics
@@ -52,7 +53,7 @@ def fill(folder: Path) -> list[FrameKey]:
 
 @contextmanager
 def stack_on(folder: Path, deadline_s: float) -> Iterator[TierStack]:
-    stack = TierStack(MemoryTier(8 << 20), Metrics(), deadline_s)
+    stack = TierStack(MemoryTier(8 << 20), HostFrames(RawCodec(GEOMETRY)), Metrics(), deadline_s)
     stack.add_below(Opener("disk", lambda: DiskTier(folder, 256 << 20)), lambda _: iter(()))
     yield stack
     stack.close()

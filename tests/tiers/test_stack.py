@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fakes import GEOMETRY, FakeSlots, FaultyDisk, FaultyTier, store_of
-from kvboost.codecs.frame import Head, read
+from kvboost.codecs.frame import Head
 from kvboost.core import FrameKey, PrefixKey
 from kvboost.errors import TierUnavailable
 from kvboost.metrics import Metrics
@@ -21,7 +21,7 @@ from kvboost.reuse.keys import derive, namespace
 from kvboost.reuse.store import commit
 from kvboost.tiers import guarded
 from kvboost.tiers import store as store_module
-from kvboost.tiers.base import Tier
+from kvboost.tiers.base import StoredChunk, Tier
 from kvboost.tiers.behind import FIRST_PAUSE_S, WriteBehind
 from kvboost.tiers.guarded import PROBE
 from kvboost.tiers.stack import Opener
@@ -53,7 +53,7 @@ def opened(*below: Tier, **options: float) -> Iterator[ChunkStore]:
         store.tiers.close()
 
 
-def fetch(store: ChunkStore, keys: list[FrameKey]) -> dict[FrameKey, memoryview]:
+def fetch(store: ChunkStore, keys: list[FrameKey]) -> dict[FrameKey, StoredChunk]:
     """As a request does it: first from shared tiers into memory, then all."""
     store.bring(keys, store.tiers.patience())
     return store.tiers.get(keys)
@@ -151,8 +151,7 @@ def test_a_fault_below_is_a_miss_and_passes(fault: str, kind: type[FaultyTier]) 
     keys = filled(below, list(range(40)))
     with opened(below, deadline_s=0.2) as store:
         assert len(fetch(store, keys)) == 5
-        store.tiers.raise_mapped()
-        wait_for(lambda: store.tiers.memory.stats().num_entries == 5)
+        assert store.tiers.memory.stats().num_entries == 5
         store.tiers.memory.discard(keys)
         below.fault = fault
         assert fetch(store, keys) == {}
@@ -201,8 +200,6 @@ def test_a_tier_that_is_slower_than_the_model_is_asked_for_a_batch_now_and_then(
 
     def num_loaded(store: ChunkStore) -> tuple[int, int]:
         """Chunks that came, and that were asked for, where computing takes a fifth of a second."""
-        store.tiers.raise_mapped()
-        store.tiers._raiser.submit(lambda: None).result(20)
         wait_for(lambda: store.tiers._below[0]._began_at is None)
         store.tiers.memory.discard(keys)
         disk.asked.clear()
@@ -338,7 +335,7 @@ def test_all_that_is_new_reaches_a_disk_below_a_memory_that_would_refuse_it() ->
                 store.tiers.get(hot)
             keep(store, [number] * 8)
             assert store.tiers.flush(5)
-            store.tiers.memory.admit({key: memoryview(disk.frames[key]) for key in hot})
+            store.tiers.memory.admit(store.tiers.get(hot))
         assert disk.num_chunks == 34 == len(store.index)
 
 
@@ -346,7 +343,7 @@ def test_a_chunk_that_has_left_is_not_learned() -> None:
     shared = FaultyTier()
     keys = filled(shared, list(range(8)))
     with opened() as store:
-        store._learn(read(memoryview(shared.frames[keys[0]])))
+        store._learn(store.tiers.medium.from_frame(memoryview(shared.frames[keys[0]])))
         assert len(store.index) == 0
 
 

@@ -173,13 +173,23 @@ def decode(source: memoryview, head: Head, codec: Codec) -> KV:
     Raises:
         FrameError: it is of another codec or geometry, or not whole.
     """
-    num_tokens = head.entry.num_tokens
+    check_codec(head, codec)
+    if len(source) < head.payload.stop:
+        raise FrameError(f"it has {len(source)} bytes instead of {head.payload.stop}")
+    return codec.decode(source[head.payload], head.entry.num_tokens)
+
+
+def check_codec(head: Head, codec: Codec) -> None:
+    """Whether a codec can decode a frame.
+
+    Raises:
+        FrameError: it is of another codec or geometry, or not whole.
+    """
+    num_tokens, num_bytes = head.entry.num_tokens, head.payload.stop - head.payload.start
     if head.codec != codec.number or head.geometry != describe(codec.geometry):
         raise FrameError(f"codec {head.codec} of {head.geometry}: not what this engine reads")
-    payload = source[head.payload]
-    if len(payload) != codec.size(num_tokens):
-        raise FrameError(f"{num_tokens} tokens do not take {len(payload)} bytes")
-    return codec.decode(payload, num_tokens)
+    if num_bytes != codec.size(num_tokens):
+        raise FrameError(f"{num_tokens} tokens do not take {num_bytes} bytes")
 
 
 def owner_of(frame: memoryview) -> Owner:

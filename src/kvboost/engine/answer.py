@@ -14,7 +14,6 @@ from kvboost.engine.report import count, report
 from kvboost.engine.request import Request
 from kvboost.engine.results import GenerationResult, finish_reason
 from kvboost.models.hf import HFModel, StepWatch, stopping_criteria
-from kvboost.models.slots import SlotCache
 from kvboost.models.streaming import TextCallback
 
 if TYPE_CHECKING:
@@ -44,13 +43,16 @@ def answer(
     if not model.refusal:
         capacity, brought = num_prompt + num_new, request.brought
         prefilled = prefill(request.tokens, parts, terms, capacity=capacity, brought=brought)
-    slots, pending = (prefilled.slots, prefilled.pending) if prefilled else (None, ())
-    output = model.generate(slots, request.tokens, arguments, pending)
+    if prefilled is None:
+        output = model.generate(None, request.tokens, arguments)
+    else:
+        pending, corrected = prefilled.pending, prefilled.corrected
+        output = model.generate(prefilled.rows, request.tokens, arguments, pending, corrected)
     sequences = output.sequences.tolist()
     texts = tokenizer.batch_decode([s[num_prompt:] for s in sequences], skip_special_tokens=True)
     finished_at = time.perf_counter()
     first_token_at = watch.first_token_at or finished_at
-    output.past_key_values = None  # its buffers serve the next request
+    output.past_key_values = None  # rows go back to the pool
     result = GenerationResult(
         output_text=texts[0],
         token_ids=sequences[0][num_prompt:],
@@ -69,14 +71,14 @@ def answer(
     def later() -> Idle | None:
         if prefilled is None:
             return None
-        # Beams and assistants do more than a prefill before the first token is there.
-        if prefilled.slots.batch_size == 1 and not _is_assisted(request):
+        if len(sequences) == 1 and not _has_other_work(request, model):
             parts.cost.observe(prefilled.work, first_token_at - prefilled.started_at)
         audit = None
         if not note:
-            _store(request, parts, prefilled, sequences[0])
+            # Before storing: it runs rows again, which are not to be written once stored.
             audit = prepare_audit(request, parts, prefilled, terms, result.token_ids)
-        model.recycle(prefilled.slots)
+            _store(request, parts, prefilled, sequences[0])
+        prefilled.rows.release()
         return None if audit is None else carry_out(audit, parts)
 
     return result, later
@@ -110,7 +112,7 @@ def _finish_reason(
 def _stages_ms(
     request: Request,
     begun_at: float,
-    prefilled: Prefilled[SlotCache] | None,
+    prefilled: Prefilled | None,
     first_token_at: float,
     finished_at: float,
 ) -> dict[str, float]:
@@ -126,10 +128,12 @@ def _stages_ms(
     }
 
 
-def _is_assisted(request: Request) -> bool:
-    return any(
+def _has_other_work(request: Request, model: HFModel) -> bool:
+    """Whether beams or an assistant compute more than a prefill before the first token."""
+    is_assisted = any(
         name in request.arguments for name in ("assistant_model", "prompt_lookup_num_tokens")
     )
+    return is_assisted or (model.setting("num_beams", request.arguments) or 1) > 1
 
 
 def _most_new_tokens(request: Request, model: HFModel) -> int:
@@ -154,24 +158,19 @@ def why_not(request: Request, model: HFModel, num_tokens: int) -> str:
     return ""
 
 
-def _store(
-    request: Request, parts: Parts, prefilled: Prefilled[SlotCache], sequence: list[int]
-) -> None:
+def _store(request: Request, parts: Parts, prefilled: Prefilled, sequence: list[int]) -> None:
     tokens = _storable(request, parts, prefilled, sequence)
     if tokens:
         keep(prefilled, tokens, parts, tenant=request.tenant)
 
 
 def _storable(
-    request: Request, parts: Parts, prefilled: Prefilled[SlotCache], sequence: list[int]
+    request: Request, parts: Parts, prefilled: Prefilled, sequence: list[int]
 ) -> list[int]:
     """The tokens whose rows are what any other request would compute for them."""
-    slots = prefilled.slots
     if sequence[: len(request.tokens)] != request.tokens:
         return []  # a generation argument that changed the prompt
     if parts.piece_tokens is not None:
         # generate() may compute the last piece beside beams or candidates, in other shapes.
         return request.tokens[: prefilled.pending[0]]
-    if slots.batch_size > 1:
-        return request.tokens  # what was generated differs from beam to beam
-    return sequence[: slots.length]
+    return sequence[: prefilled.rows.length]  # nothing of what differs from beam to beam

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -14,7 +13,6 @@ from kvboost.engine.prefill import Prefilled, Terms
 from kvboost.engine.request import Request
 from kvboost.engine.verify import compare
 from kvboost.models.rows import Rows
-from kvboost.models.slots import RowCache
 
 log = logging.getLogger(__name__)
 
@@ -34,40 +32,39 @@ class Audit:
 
 
 def prepare_audit(
-    request: Request, parts: Parts, prefilled: Prefilled[Any], terms: Terms, answer: list[int]
+    request: Request, parts: Parts, prefilled: Prefilled, terms: Terms, answer: list[int]
 ) -> Audit | None:
     """What an audit of this answer needs, if it is one that the quality budget wants audited."""
-    slots = prefilled.slots
-    if slots.exact_stop >= len(request.tokens) or not answer:
+    rows = prefilled.rows
+    if rows.exact_stop >= len(request.tokens) or rows.length < len(request.tokens) or not answer:
         return None
-    is_one = isinstance(slots, Rows) or slots.batch_size == 1
-    if not is_one or not parts.guard.wants_audit(parts.workload(request.tenant)):
+    if not parts.guard.wants_audit(parts.workload(request.tenant)):
         return None
     try:
-        whole = slots.joined() if isinstance(slots, Rows) else slots
-        return prepare(whole, request.tokens, answer, parts, terms, prefilled.num_cached)
+        return prepare(rows, request.tokens, answer, parts, terms, prefilled.num_cached)
     except Exception:
         parts.guard.abandon(parts.workload(request.tenant))
         raise
 
 
 def prepare(
-    slots: RowCache,
+    rows: Rows,
     tokens: list[int],
     answer: list[int],
     parts: Parts,
     terms: Terms,
     num_reused: int,
 ) -> Audit:
-    """Read off the logits of an answer while `slots` still holds its K/V.
+    """Read off the logits of an answer while its K/V is still there.
 
     The last prompt token and the answer are run once more on the rows before them.
     """
     answer = answer[:MOST_AUDITED]
-    first, stop = len(tokens) - 1, len(tokens) + len(answer) - 1
-    slots.crop(slots.length - first)
+    first, stop, length = len(tokens) - 1, len(tokens) + len(answer) - 1, rows.length
+    rows.crop(first)
     rest = (tokens + answer)[first:stop]
-    logits = parts.model.forward(slots, rest, range(first, stop), num_logits=len(answer))
+    logits = parts.model.forward(rows, rest, range(first, stop), num_logits=len(answer))
+    rows.length = length
     return Audit(tokens, answer, logits.float(), num_reused, terms)
 
 
@@ -88,13 +85,13 @@ def carry_out(audit: Audit, parts: Parts) -> Iterator[None]:
 def _full_logits(audit: Audit, parts: Parts) -> Generator[None, None, torch.Tensor]:
     """Logits of the answer by a full prefill; stops after each step."""
     model, everything = parts.model, audit.tokens + audit.answer[:-1]
-    slots = model.fresh_slots(len(everything))
+    rows = model.fresh_rows(len(everything))
     logits: list[torch.Tensor] = []
     for start in range(0, len(everything), STEP_TOKENS):
         step = range(start, min(start + STEP_TOKENS, len(everything)))
         num_wanted = max(0, min(len(step), step.stop - (len(audit.tokens) - 1)))
         tokens = everything[step.start : step.stop]
-        computed = model.forward(slots, tokens, step, num_logits=max(1, num_wanted))
+        computed = model.forward(rows, tokens, step, num_logits=max(1, num_wanted))
         logits += [computed] if num_wanted else []
         yield
     return torch.cat(logits).float()

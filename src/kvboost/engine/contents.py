@@ -77,7 +77,7 @@ class Contents:
         return Deletion(num_deleted, tuple(store.tiers.not_erased(ERASING_S)))
 
     def _delete_text(self, tokens: list[int], tenant: str, parts: Parts) -> int:
-        bring(tokens, parts, Terms("auto", tenant)).clear()  # shared tiers may have more of it
+        bring(tokens, parts, Terms("auto", tenant)).release()  # shared tiers may have more of it
         index = parts.store.index
         chunks, keys, space = named_chunks(tokens, parts, tenant)
         wanted: set[FrameKey] = {key.prefix for key in keys}

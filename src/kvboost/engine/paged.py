@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvboost.engine.engine import KVBoost
-from kvboost.models.paged import BlockPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -59,6 +58,4 @@ class CPUPagedEngine(KVBoost):
             >>> stats["num_blocks"], stats["block_size"], stats["used_blocks"]
             (64, 16, 0)
         """
-        pool = self._parts.pool
-        assert isinstance(pool, BlockPool)
-        return pool.stats()
+        return self._parts.pool.stats()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -23,9 +23,11 @@ from kvboost.core import (
     ReusePlan,
     Span,
 )
+from kvboost.errors import KVBoostError
+from kvboost.models.packed import LEAST_SHARED
+from kvboost.models.pool import Run, cut
 from kvboost.models.probe import Probe
 from kvboost.models.rows import Rows
-from kvboost.models.slots import SlotCache
 from kvboost.policy.cost import MOVED_GAIN, Work
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import content_key, derive, namespace
@@ -33,17 +35,29 @@ from kvboost.reuse.lookup import LEAST_MOVED_TOKENS, find, find_moved
 from kvboost.reuse.place import assemble
 from kvboost.reuse.run import forward
 from kvboost.reuse.store import commit, commit_approximate
+from kvboost.tiers.base import StoredChunk
+from kvboost.tiers.memory import MemoryTier
 
 if TYPE_CHECKING:
     import torch
 
-Frames: TypeAlias = dict[FrameKey, memoryview]
-"""Frames that were loaded for one request, beside those in memory."""
+Chunks: TypeAlias = dict[FrameKey, StoredChunk]
 
-S = TypeVar("S", bound=SlotCache | Rows)
-"""Where the K/V of a request lies: in a buffer of its own, or partly in one that others read."""
 
-FIRST_NEW_ROWS = 1024  # room for the answer to start with; buffers grow when it is longer
+class Brought:
+    """Stored chunks that stay in memory for a request that waits."""
+
+    def __init__(self, memory: MemoryTier) -> None:
+        self._memory = memory
+        self.held: list[FrameKey] = []
+
+    def release(self) -> None:
+        """Let them leave; those of a request that is forgotten may leave by themselves."""
+        held, self.held = self.held, []
+        for key in held:
+            self._memory.release(key)
+
+    __del__ = release
 
 
 @dataclass(frozen=True)
@@ -78,10 +92,10 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Prefilled(Generic[S]):
+class Prefilled:
     """A prompt whose K/V is in its rows, but for the positions `pending`."""
 
-    slots: S
+    rows: Rows
     space: Namespace  # at its start
     plan: ReusePlan
     pending: Sequence[int]
@@ -107,17 +121,22 @@ def prefill(
     terms: Terms,
     *,
     capacity: int,
-    brought: Frames | None = None,
-) -> Prefilled[SlotCache]:
+    brought: Brought | None = None,
+) -> Prefilled:
     """Fill the K/V of `tokens`, computing only what the store cannot supply.
 
     `capacity` is what the sequence may grow to, `brought` what `bring` returned.
     """
     decision = decide(tokens, parts, terms, capacity=capacity)
-    slots = parts.model.slots(len(tokens) + min(capacity - len(tokens), FIRST_NEW_ROWS))
-    prefilled = fill(decision, tokens, parts, terms, slots, brought)
-    slots.correct(prefilled.corrected, prefilled.pending)
-    return prefilled
+    return fill(decision, tokens, parts, terms, capacity, brought)
+
+
+def room_for(num_rows: int, parts: Parts, prefix: Sequence[Run] = ()) -> Rows:
+    """Rows in the pool after a prefix there; all elsewhere where the pool has too little room."""
+    try:
+        return Rows(parts.pool, num_rows, prefix)
+    except KVBoostError:
+        return parts.model.fresh_rows(num_rows)
 
 
 def decide(tokens: Sequence[int], parts: Parts, terms: Terms, *, capacity: int) -> Decision:
@@ -135,41 +154,47 @@ def fill(
     tokens: Sequence[int],
     parts: Parts,
     terms: Terms,
-    rows: S,
-    brought: Frames | None = None,
-) -> Prefilled[S]:
+    num_rows: int,
+    brought: Brought | None = None,
+    live: Sequence[Run] = (),
+) -> Prefilled:
     """Place what is reused, choose what of it to repair, and compute all but the last piece.
 
-    Rows that are shared hold no moved text, and are not mixed with pieces of fixed shape. With
-    `brought`, which is emptied, no tier below memory is waited for here.
+    There is room for `num_rows` in the end. An exact prefix in the pool is shared, the rest is
+    copied. `live` are rows of another request, for the first `num_shared` tokens of the decision.
+    With `brought`, which is released, no tier below memory is waited for here.
     """
     started = time.perf_counter()
-    model, reused = parts.model, decision.plan
-    slots = rows.own if isinstance(rows, Rows) else rows
-    loaded = tuple(m for m in reused.matches if m.span.stop > decision.num_shared)
+    model, reused, store = parts.model, decision.plan, parts.store
     space = space_of(terms.tenant, parts)
-    placed = assemble(ReusePlan(len(tokens), loaded), rows, model, parts.store, space, brought)
+    keys = list(dict.fromkeys(m.key for m in reused.after(decision.num_shared).matches))
+    chunks = store.tiers.get(keys) if brought is None else store.tiers.memory.get(keys)
     if brought is not None:
-        brought.clear()  # files must not stay mapped while the answer runs
-    parts.store.forget(placed.lost)
+        brought.release()
+    prefix = live or ([] if decision.is_alone else _stored_prefix(reused, chunks, space, parts))
+    rows = room_for(num_rows, parts, prefix)
+    copied = tuple(m for m in reused.matches if m.span.stop > rows.num_shared)
+    placed = assemble(ReusePlan(len(tokens), copied), rows, model, store, space, chunks)
+    del chunks
+    store.forget(placed.lost)
     placed_at = time.perf_counter()
-    shared = (m for m in reused.matches if m.span.stop <= decision.num_shared)
+    shared = (m for m in reused.matches if m.span.stop <= rows.num_shared)
     plan = ReusePlan(len(tokens), (*shared, *placed.plan.matches))
     repair = parts.repairs[terms.ratio]
-    repaired = repair.select(plan, Probe(model, slots, tokens, plan, placed.sensitivities))
+    repaired = repair.select(plan, Probe(model, rows, tokens, plan, placed.sensitivities))
     selected_at = time.perf_counter()
     pieces = None if decision.is_alone else parts.piece_tokens
-    pending = forward(model, slots, tokens, plan.live, repaired, pieces)
-    num_rows = len(tokens) - plan.num_reused + len(repaired)
+    pending = forward(model, rows, tokens, plan.live, repaired, pieces)
+    num_computed = len(tokens) - plan.num_reused + len(repaired)
     return Prefilled(
-        slots=rows,
+        rows=rows,
         space=space,
         plan=plan,
         pending=pending,
         repaired=repaired,
         corrected=repair.corrected(plan),
         dropped=decision.dropped,
-        work=Work.of(len(tokens), num_rows, plan.num_reused),
+        work=Work.of(len(tokens), num_computed, plan.num_reused),
         started_at=decision.started_at,
         lookup_ms=decision.lookup_ms,
         load_ms=1e3 * (placed_at - started),
@@ -178,15 +203,32 @@ def fill(
     )
 
 
-def bring(tokens: Sequence[int], parts: Parts, terms: Terms) -> Frames:
+def _stored_prefix(plan: ReusePlan, chunks: Chunks, space: Namespace, parts: Parts) -> list[Run]:
+    """Rows of the pool that hold the exact prefix, if it can be attended to where it is."""
+    if not parts.model.joins or parts.piece_tokens is not None:
+        return []
+    rows: list[Run] = []
+    num_rows = 0
+    for match in plan.matches:
+        chunk = chunks.get(match.key)
+        if match.kind is not MatchKind.EXACT or chunk is None or chunk.rows is None:
+            break
+        if chunk.entry.space != space:
+            break
+        rows += cut(chunk.rows, 0, len(match.span))
+        num_rows = match.span.stop
+    return rows if num_rows >= LEAST_SHARED else []
+
+
+def bring(tokens: Sequence[int], parts: Parts, terms: Terms) -> Brought:
     """Load what tiers below memory have of `tokens`, while a request waits for its turn.
 
-    From shared tiers into memory; frames of a disk are returned as they lie in its files. No tier
-    is waited for longer than the model would compute what it supplies, but for a moment.
+    No tier is waited for longer than the model would compute what it supplies, but for a moment.
     """
     store = parts.store
+    brought = Brought(store.tiers.memory)
     if not store.tiers.is_deep:
-        return {}
+        return brought
     compute_s = parts.cost.predict(Work.of(len(tokens), len(tokens), 0))
     patience = store.tiers.patience(store.codec.size(len(tokens)), compute_s)
     if store.tiers.is_shared:
@@ -197,8 +239,8 @@ def bring(tokens: Sequence[int], parts: Parts, terms: Terms) -> Frames:
             known = find(chunks, keys, store.index).num_reused
             store.bring_moved(np.asarray(tokens[known:], dtype="<u4"), space, patience)
     found = look_up(tokens, parts, terms).matches
-    below = [m.key for m in found if not store.tiers.memory.holds(m.key)]
-    return store.tiers.get(list(dict.fromkeys(below)), patience) if below else {}
+    store.tiers.get(list(dict.fromkeys(match.key for match in found)), patience, brought.held)
+    return brought
 
 
 def look_up(tokens: Sequence[int], parts: Parts, terms: Terms) -> ReusePlan:
@@ -244,50 +286,50 @@ def work_of(plan: ReusePlan, parts: Parts, terms: Terms) -> Work:
     return Work.of(plan.num_tokens, num_rows, plan.num_reused)
 
 
-def complete(prefilled: Prefilled[SlotCache], tokens: Sequence[int], parts: Parts) -> torch.Tensor:
+def complete(prefilled: Prefilled, tokens: Sequence[int], parts: Parts) -> torch.Tensor:
     """Compute what is pending; the logits after the last token [1, vocabulary]."""
-    rest = [tokens[position] for position in prefilled.pending]
-    return parts.model.forward(prefilled.slots, rest, prefilled.pending)
+    rest, corrected = [tokens[position] for position in prefilled.pending], prefilled.corrected
+    return parts.model.forward(prefilled.rows, rest, prefilled.pending, corrected=corrected)
 
 
 def keep(
-    prefilled: Prefilled[S],
+    prefilled: Prefilled,
     tokens: Sequence[int],
     parts: Parts,
     *,
     tenant: str,
     sensitivities: bytes = b"",
 ) -> None:
-    """Store the K/V of `tokens` that was computed, which `slots` holds from its first row on.
+    """Store the K/V of `tokens` that was computed, which its rows hold from the first one on.
 
     K/V before the first moved row is exact. The live stretches after it are stored as approximate,
     up to the first moved row that is approximate itself: errors would add up with every move.
     Moved rows are not stored a second time, and nothing is if the tenant's K/V was deleted since.
     """
-    slots = prefilled.slots
+    rows = prefilled.rows
     if prefilled.space != space_of(tenant, parts):
         return
-    exact = tokens[: slots.exact_stop]
+    exact = tokens[: rows.exact_stop]
     space = prefilled.space
     if exact:
         chunks = _split(exact, parts)
-        commit(slots, chunks, derive(chunks, space), space, parts.store, sensitivities)
-    if slots.exact_stop < len(tokens):
+        commit(rows, chunks, derive(chunks, space), space, parts.store, sensitivities)
+    if rows.exact_stop < len(tokens):
         _keep_approximate(prefilled, tokens, parts)
     if space != space_of(tenant, parts):  # deleted meanwhile
         parts.store.delete(parts.store.index.owned_by([Owner(space[:OWNER_BYTES])]))
 
 
-def _keep_approximate(prefilled: Prefilled[S], tokens: Sequence[int], parts: Parts) -> None:
-    slots, space = prefilled.slots, prefilled.space
+def _keep_approximate(prefilled: Prefilled, tokens: Sequence[int], parts: Parts) -> None:
+    rows, space = prefilled.rows, prefilled.space
     plan = prefilled.plan.before(len(tokens))
-    live = [span for span in plan.live if span.start >= slots.exact_stop]
+    live = [span for span in plan.live if span.start >= rows.exact_stop]
     live[-1] = Span(live[-1].start, len(tokens))
     for span in live:
         if len(span) >= LEAST_MOVED_TOKENS and span.start < plan.approximate_start:
             chunks = _split(tokens[span.start : span.stop], parts, first=span.start)
             names = [content_key(chunk.tokens, space) for chunk in chunks]
-            commit_approximate(slots, chunks, names, space, parts.store)
+            commit_approximate(rows, chunks, names, space, parts.store)
 
 
 def pin(tokens: list[int], parts: Parts, *, tenant: str, ttl_s: float | None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from kvboost.build import Parts
 from kvboost.config import EXACT_BITS
@@ -15,7 +14,7 @@ from kvboost.policy.cost import Work
 
 
 def report(
-    prefilled: Prefilled[Any] | None,
+    prefilled: Prefilled | None,
     num_tokens: int,
     parts: Parts,
     note: str,
@@ -65,9 +64,7 @@ def _reason(run: Run, bits: int) -> str:
     return f"{counted(abs(run.delta), 'token')} {way} than when it was computed"
 
 
-def count(
-    request: Request, prefilled: Prefilled[Any] | None, parts: Parts, *, looked_up: bool
-) -> None:
+def count(request: Request, prefilled: Prefilled | None, parts: Parts, *, looked_up: bool) -> None:
     """Raise the counters by a request that ran."""
     num_prompt, adapter = len(request.tokens), request.adapter.name
     add = partial(parts.metrics.add, tenant=request.tenant, adapter=adapter)

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 
 from kvboost.config import check_reuse, option_names
 from kvboost.core import ReuseMode
-from kvboost.engine.prefill import Frames
+from kvboost.engine.prefill import Brought
 from kvboost.engine.results import GenerationMode
 from kvboost.errors import ConfigError
 from kvboost.models.adapters import Adapter
@@ -44,26 +44,26 @@ class Request:
     started_at: float = field(default_factory=time.perf_counter)
     ready_at: float = field(default_factory=time.perf_counter)  # when its tokens were there
     emit: Callable[[str], None] | None = None  # gets the text as it comes
-    loading: Future[Frames] | None = None  # of what tiers below memory have of the prompt
+    loading: Future[Brought] | None = None  # of what tiers below memory have of the prompt
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def brought(self) -> Frames | None:
-        """The frames that were loaded for it; None: nothing was asked for."""
+    def brought(self) -> Brought | None:
+        """What was loaded for it; None: nothing was asked for, or that failed."""
         if self.loading is None:
             return None
         try:
             return self.loading.result()
         except Exception:
             log.exception("loading stored K/V failed; computing the prompt instead")
-            return {}
+            return None
 
     def stop_loading(self) -> None:
-        """Let go of what was loaded: files stay mapped until then."""
+        """Let go of what was loaded."""
         if self.loading is None or self.loading.cancel() or not self.loading.done():
             return
         if self.loading.exception() is None:
-            self.loading.result().clear()
+            self.loading.result().release()
 
     def streamed(self, emit: Callable[[str], None], cancelled: threading.Event) -> Request:
         """The same request with a listener and a way to stop it."""

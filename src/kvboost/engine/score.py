@@ -19,7 +19,7 @@ from kvboost.engine.results import ReuseReport
 from kvboost.engine.texts import check_ids
 from kvboost.errors import ConfigError, UnsupportedModel
 from kvboost.models.hf import HFModel
-from kvboost.models.slots import SlotCache
+from kvboost.models.rows import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,7 +95,7 @@ def score(
     first = complete(prefilled, tokens, parts)
     read_at = time.perf_counter()
     result = ScoreResult(
-        scores=[_score(each, first, len(tokens), prefilled.slots, model) for each in continuations],
+        scores=[_score(each, first, len(tokens), prefilled.rows, model) for each in continuations],
         prompt_tokens=len(tokens),
         cached_tokens=prefilled.num_cached,
         reuse=report(prefilled, len(tokens), parts, note or guard_note, read_at),
@@ -109,25 +109,25 @@ def score(
         if not note:
             _store(request, parts, prefilled)
             audit = prepare_audit(request, parts, prefilled, terms, continuations[0])
-        model.recycle(prefilled.slots)
+        prefilled.rows.release()
         return None if audit is None else carry_out(audit, parts)
 
     return result, later
 
 
 def _score(
-    tokens: list[int], first: torch.Tensor, num_before: int, slots: SlotCache, model: HFModel
+    tokens: list[int], first: torch.Tensor, num_before: int, rows: Rows, model: HFModel
 ) -> Score:
     """Run a continuation behind the prompt's rows, over those of the one before it.
 
     `first` are the logits after the prompt; the last token is never run.
     """
-    slots.crop(slots.length - num_before)
+    rows.crop(num_before)
     logprobs, is_greedy = _read(first, tokens[:1])
     for start in range(0, len(tokens) - 1, STEP_TOKENS):
         stop = min(start + STEP_TOKENS, len(tokens) - 1)
         positions = range(num_before + start, num_before + stop)
-        logits = model.forward(slots, tokens[start:stop], positions, num_logits=stop - start)
+        logits = model.forward(rows, tokens[start:stop], positions, num_logits=stop - start)
         more, are_best = _read(logits, tokens[start + 1 : stop + 1])
         logprobs, is_greedy = logprobs + more, is_greedy and are_best
     return Score(tokens, logprobs, is_greedy)
@@ -140,7 +140,7 @@ def _read(logits: torch.Tensor, tokens: list[int]) -> tuple[list[float], bool]:
     return logprobs.tolist(), bool((logits.argmax(-1) == wanted).all())
 
 
-def _store(request: Request, parts: Parts, prefilled: Prefilled[SlotCache]) -> None:
+def _store(request: Request, parts: Parts, prefilled: Prefilled) -> None:
     """Keep the prompt's K/V, in whole pieces where these have a fixed shape."""
     size = parts.piece_tokens or 1
     whole = request.tokens[: len(request.tokens) // size * size]

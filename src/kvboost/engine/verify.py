@@ -127,8 +127,14 @@ def answer_logits(
         positions = [*pending, *range(len(tokens), stop)]
     everything = tokens + expected
     rest = [everything[position] for position in positions]
-    logits = parts.model.forward(prefilled.slots, rest, positions, num_logits=len(expected))
-    parts.model.recycle(prefilled.slots)
+    logits = parts.model.forward(
+        prefilled.rows,
+        rest,
+        positions,
+        num_logits=len(expected),
+        corrected=prefilled.corrected,
+    )
+    prefilled.rows.release()
     return logits.float(), prefilled.plan
 
 

@@ -10,14 +10,14 @@ from functools import partial
 from tqdm.auto import tqdm
 
 from kvboost.build import Parts
-from kvboost.engine.prefill import Frames, Terms, bring, keep, pin, prefill
+from kvboost.engine.prefill import Brought, Terms, bring, keep, pin, prefill
 from kvboost.engine.results import WarmResult
 from kvboost.engine.texts import check_ids
 from kvboost.engine.worker import Worker
 from kvboost.errors import ConfigError
 from kvboost.models.adapters import Adapter
 from kvboost.models.probe import context_sensitivity, reordered
-from kvboost.models.slots import SlotCache
+from kvboost.models.rows import Rows
 
 MANY_TEXTS = 8  # from here on progress is shown, on a terminal
 FEW_TOKENS, MANY_TOKENS = 128, 1024  # that are computed at once, beside running answers or alone
@@ -90,7 +90,7 @@ def warming(
     before: list[int],
     tenant: str,
     at_once: Callable[[], int],
-    brought: Frames | None = None,
+    brought: Brought | None = None,
 ) -> Iterator[int]:
     """Compute and store what the store lacks of `text` behind `before`, in steps.
 
@@ -105,7 +105,7 @@ def warming(
         tokens, parts, Terms("exact", tenant), capacity=len(tokens), brought=brought
     )
     times = [time.perf_counter() - started]
-    for seconds in _computing(prefilled.slots, tokens, prefilled.pending, parts, at_once):
+    for seconds in _computing(prefilled.rows, tokens, prefilled.pending, parts, at_once):
         times.append(seconds)
         yield 0
     if len(times) == 2:  # pieces take longer than a prefill, which is what the model is asked for
@@ -115,18 +115,18 @@ def warming(
     if whole:
         known = b""
         if before and parts.options.recompute_strategy == "sensitivity":
-            other = model.fresh_slots(len(whole))
+            other = model.fresh_rows(len(whole))
             changed = reordered(whole, len(before))
             for _ in _computing(other, changed, range(len(whole)), parts, at_once):
                 yield 0
-            known = context_sensitivity(prefilled.slots, other, len(before))
+            known = context_sensitivity(prefilled.rows, other, len(before))
         keep(prefilled, whole, parts, tenant=tenant, sensitivities=known)
-    model.recycle(prefilled.slots)
+    prefilled.rows.release()
     yield len(tokens) - max(len(before), prefilled.plan.num_reused)
 
 
 def _computing(
-    slots: SlotCache,
+    rows: Rows,
     tokens: Sequence[int],
     positions: Sequence[int],
     parts: Parts,
@@ -137,6 +137,6 @@ def _computing(
     while first < len(positions):
         started = time.perf_counter()
         piece = positions[first : first + (parts.piece_tokens or at_once())]
-        parts.model.forward(slots, [tokens[place] for place in piece], piece)
+        parts.model.forward(rows, [tokens[place] for place in piece], piece)
         first += len(piece)
         yield time.perf_counter() - started

@@ -1,7 +1,7 @@
 """The attention and mask functions that Transformers calls while our cache is in use.
 
 They change two things against Transformers' own: masks honour the positions of scattered queries
-(see `SlotCache.get_query_offset`), and the causal mask of appended tokens is not written out in
+(see `packed.Segment.offset`), and the causal mask of appended tokens is not written out in
 memory; nor are K/V heads on CPU, where Transformers follows rules made for CUDA. There is one
 implementation for each tier of kernels (`kernels.TIERS`).
 """
@@ -256,7 +256,9 @@ def _appended(
         )
     if query.device.type != "cpu":
         return kernels.attend_lower_right(query, key, value, scale)
-    output, _ = attend_appended(query, key, value, scale)
+    first = key.shape[2] - query.shape[2]
+    past, last = (key[:, :, :first], value[:, :, :first]), (key[:, :, first:], value[:, :, first:])
+    output, _ = attend_appended(query, [past], last, scale)
     return output.to(query.dtype)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
+
+from kvboost.models.pool import KeyValue
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 
@@ -29,24 +32,25 @@ def attend(
 
 
 def attend_appended(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    query: torch.Tensor, past: Sequence[KeyValue], own: KeyValue, scale: float | None
 ) -> Part:
-    """Causal attention of the last tokens over all rows, without a mask.
+    """Causal attention of the last tokens to their own rows and to all rows before these.
 
-    Rows before the first query are seen by all queries; among themselves the queries are causal.
+    No mask is written out: `past` is seen by all queries.
     """
-    num_past = key.shape[2] - query.shape[2]
     if query.shape[2] == 1:
-        return attend(query, key, value, scale)
-    own = _flash(query, key[:, :, num_past:], value[:, :, num_past:], 0.0, True, scale=scale)  # noqa: FBT003
-    if num_past == 0:
-        return own[0], own[1]
-    past = attend(query, key[:, :, :num_past], value[:, :, :num_past], scale)
-    return join(past, own), torch.logaddexp(past[1], own[1])
+        last = attend(query, *own, scale)
+    else:
+        output, total, *_ = _flash(query, *own, 0.0, True, scale=scale)  # noqa: FBT003
+        last = output, total
+    return join([*(attend(query, *each, scale) for each in past if each[0].shape[2]), last])
 
 
-def join(first: Part, second: Part) -> torch.Tensor:
-    """The output of attention to two parts as if they were one, in single precision."""
-    (one, one_total), (other, other_total) = first, second
-    weight = torch.sigmoid(other_total - one_total)[..., None]
-    return torch.lerp(one.float(), other.float(), weight)
+def join(parts: Sequence[Part]) -> Part:
+    """Attention to several parts as if they were one; in single precision, if there are several."""
+    output, total = parts[0]
+    for other, other_total in parts[1:]:
+        weight = torch.sigmoid(other_total - total)[..., None]
+        output = torch.lerp(output.float(), other.float(), weight)
+        total = torch.logaddexp(total, other_total)
+    return output, total

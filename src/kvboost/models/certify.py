@@ -15,10 +15,9 @@ from transformers import DynamicCache
 
 from kvboost.core import KVGeometry, PlaneGroup, Rotation, Span
 from kvboost.errors import UnsupportedModel, reason_of
-from kvboost.models.packed import Segment, keep_logits, run_packed
-from kvboost.models.paged import BlockPool
-from kvboost.models.rows import Rows
-from kvboost.models.slots import SlotCache
+from kvboost.models.packed import ForwardCache, Segment, run, run_last
+from kvboost.models.pool import BlockPool
+from kvboost.models.rows import Rows, private_rows
 from kvboost.rope import rotate
 
 if TYPE_CHECKING:
@@ -106,24 +105,20 @@ def check_sparse_prefill(model: PreTrainedModel, geometry: KVGeometry, native: N
         UnsupportedModel: one of them differs from `native` by more than rounding.
     """
     tokens = probe_tokens(model)
-    slots = SlotCache(geometry, len(tokens), tokens.device)
+    rows = private_rows(geometry, len(tokens), tokens.device)
     everything = list(range(len(tokens)))
     again = everything[2::5] + everything[:1] + everything[-3:-1]
     for positions in (everything, again, *(everything[-count:] for count in NUM_APPENDED)):
-        if positions is everything or positions is again:
-            slots.scatter(positions)
-        else:
-            slots.crop(-len(positions))
-        for plane in slots.read(Span(0, len(tokens))) if positions is again else ():
+        places: Sequence[int] = positions
+        if positions is not everything and positions is not again:
+            rows.crop(positions[0])
+            places = range(positions[0], len(tokens))
+        for plane in rows.read(Span(0, len(tokens))) if positions is again else ():
             plane[:, :, positions] = 9.0
         place = torch.tensor(positions, device=tokens.device)
-        logits = model(
-            input_ids=tokens[place][None],
-            position_ids=place[None],
-            past_key_values=slots,
-            use_cache=True,
-            **keep_logits(model, NUM_COMPARED),
-        ).logits[0, -NUM_COMPARED:]
+        segment = Segment(rows, tokens[place].tolist(), places)
+        cache = ForwardCache(geometry, [segment], packs=False)
+        logits = run(model, cache, NUM_COMPARED)[-NUM_COMPARED:]
         wanted = native.logits[place[-NUM_COMPARED:]]
         error = row_error(logits, wanted, exact=native.is_exact)
         if not error <= native.tolerance:
@@ -133,33 +128,38 @@ def check_sparse_prefill(model: PreTrainedModel, geometry: KVGeometry, native: N
             )
 
 
-def pack_refusal(model: PreTrainedModel, geometry: KVGeometry, native: Native) -> str:
+def check_packed(model: PreTrainedModel, geometry: KVGeometry, native: Native) -> tuple[str, bool]:
     """Why sequences in one row of a forward, sharing rows, are not what they are alone, if so.
 
-    So for models that change K/V between cache and attention.
+    So for models that change K/V between cache and attention. Also returns whether attention can
+    be computed in parts, one for each run of rows.
     """
     tokens = probe_tokens(model).tolist()
     pool = BlockPool(geometry, len(tokens), 3, model.device)
-    first, second = (Rows(pool.cache(len(tokens))) for _ in range(2))
+    first, second = (Rows(pool, len(tokens)) for _ in range(2))
+    joins = True
     for step in range(3):
         if step == 2:
-            second = Rows(pool.cache(len(tokens)), first.share(32))
+            second = Rows(pool, len(tokens), first.runs(Span(0, 32)))
         starts = ((0, 0), (40, 40), (64, 32))[step]
         stops = ((40, 40), (64, 63), (65, 96))[step]
         segments = [
             Segment(rows, tokens[start:stop], range(start, stop))
             for rows, start, stop in zip((first, second), starts, stops, strict=True)
         ]
+        cache = ForwardCache(geometry, segments, packs=True, least_shared=32)
         try:
-            logits = run_packed(model, geometry, segments)
+            logits = run_last(model, cache)
         except Exception as error:  # whatever a foreign model raises on K/V that it did not expect
-            return reason_of(error)
-        for segment, stop in zip(segments, stops, strict=True):
-            wanted = native.logits[stop - 1 : stop]
-            off = row_error(logits[segment][None], wanted, exact=native.is_exact)
-            if not off <= native.tolerance:
-                return f"logits of packed sequences are off by {off:.2g} of their size"
-    return ""
+            return reason_of(error), False
+        joins &= cache.joins
+        off = max(
+            row_error(logits[each][None], native.logits[[stop - 1]], exact=native.is_exact)
+            for each, stop in zip(segments, stops, strict=True)
+        )
+        if not off <= native.tolerance:
+            return f"logits of packed sequences are off by {off:.2g} of their size", False
+    return "", joins
 
 
 def measure_rotations(model: PreTrainedModel, geometry: KVGeometry) -> Rotations:

@@ -5,31 +5,36 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
-from kvboost.core import KVGeometry, Rotation
+from kvboost.core import KVGeometry, Rotation, Span
 from kvboost.errors import UnsupportedModel, reason_of
 from kvboost.models import certify, install
 from kvboost.models.adapters import Adapter, Adapters, num_embeddings, unwrapped
 from kvboost.models.fingerprint import fingerprint
 from kvboost.models.kept import certificate
 from kvboost.models.numerics import numerics
-from kvboost.models.packed import Segment, keep_logits, run_packed
+from kvboost.models.packed import (
+    ForwardCache,
+    GenerateCache,
+    RowObserver,
+    Segment,
+    run,
+    run_last,
+)
 from kvboost.models.prepack import prepack
-from kvboost.models.slots import Behind, RowCache, SlotCache
+from kvboost.models.rows import Rows, private_rows
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
 log = logging.getLogger(__name__)
-
-CAPACITY_STEP = 256  # arbitrary; keeps buffers of similar requests interchangeable
 
 # Of a generation config: what does not change which tokens are generated.
 HARMLESS_SETTINGS = {
@@ -85,9 +90,9 @@ class HFModel:
         self._numerics = b""
         self._rotations = certify.Rotations()
         self._position_limit: int | None = None
-        self._hook: torch.utils.hooks.RemovableHandle | None = None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._unpack = prepack(model) if prepacked else None
-        self._spare: list[SlotCache] = []  # one at most; in common under all adapters
+        self.joins = False  # whether attention to several runs of rows can be computed apart
         install.in_engines.add(model)
         try:
             self._certify(kept_in)
@@ -150,99 +155,94 @@ class HFModel:
         """Whether a sequence of this length rotates its keys unlike shorter ones."""
         return self._position_limit is not None and num_tokens > self._position_limit
 
-    def slots(self, num_tokens: int) -> SlotCache:
-        """An empty buffer for about `num_tokens` rows; hand it back with `recycle`."""
-        spare = self._spare.pop() if self._spare else None
-        if spare is not None and spare.capacity >= num_tokens:
-            return spare.reuse()
-        capacity = -(-num_tokens // CAPACITY_STEP) * CAPACITY_STEP
-        return self.fresh_slots(capacity)
-
-    def fresh_slots(self, num_tokens: int) -> SlotCache:
-        """An empty buffer that leaves the one for the next request where it is."""
-        return SlotCache(self._geometry, num_tokens, self.model.device)
-
-    def recycle(self, slots: SlotCache) -> None:
-        """Keep one buffer for the next request: fresh memory costs a page fault every 4 KiB."""
-        if slots.batch_size == 1:
-            self._spare[:] = [slots]
+    def fresh_rows(self, num_tokens: int) -> Rows:
+        """Room for a sequence outside the pool."""
+        return private_rows(self._geometry, num_tokens, self.model.device)
 
     @torch.no_grad()
     def forward(
         self,
-        slots: RowCache,
+        rows: Rows,
         tokens: Sequence[int],
         positions: Sequence[int],
         *,
         num_logits: int = 1,
+        corrected: Iterable[Span] = (),
+        observer: RowObserver | None = None,
     ) -> torch.Tensor:
         """Run `tokens` at `positions` and write their rows.
 
         Returns the logits of the last `num_logits` of them [num_logits, vocabulary]. Each token
-        attends to all rows at or before its own position.
+        attends to all rows at or before its own position. Other rows of `corrected` moved text
+        follow how those that are computed have changed.
         """
         self.adapters.use(self.adapter)
-        if not (isinstance(positions, range) and positions.start == slots.length):
-            slots.scatter(positions)
-        device = self.model.device
-        logits: torch.Tensor = self.model(
-            input_ids=torch.tensor([list(tokens)], device=device),
-            position_ids=torch.tensor([list(positions)], device=device),
-            past_key_values=slots,
-            use_cache=True,
-            **keep_logits(self.model, num_logits),
-        ).logits
-        return logits[0, -num_logits:]
+        segment = Segment(rows, tokens, positions, corrected, observer)
+        cache = ForwardCache(self._geometry, [segment], packs=self.packs)
+        return run(self.model, cache, num_logits)[-num_logits:]
 
     @torch.no_grad()
     def forward_packed(self, segments: Sequence[Segment]) -> dict[Segment, torch.Tensor]:
         """Run tokens of several sequences; the logits [vocabulary] of each one's last.
 
-        In one forward if the model `packs`; else one by one, and no rows may be shared.
+        In one forward if the model `packs`; else one by one.
         """
         self.adapters.use(self.adapter)
-        if self.packs:
-            return run_packed(self.model, self._geometry, segments)
-        return {
-            segment: self.forward(segment.rows.own, segment.tokens, segment.positions)[0]
-            for segment in segments
-        }
+        together = [list(segments)] if self.packs else [[each] for each in segments]
+        logits: dict[Segment, torch.Tensor] = {}
+        for each in together:
+            cache = ForwardCache(self._geometry, each, packs=self.packs)
+            logits |= run_last(self.model, cache)
+        return logits
 
     def generate(
         self,
-        slots: SlotCache | None,
+        rows: Rows | None,
         tokens: Sequence[int],
         arguments: dict[str, Any],
         pending: Sequence[int] = (),
+        corrected: Iterable[Span] = (),
     ) -> Any:
-        """Transformers' `generate()` on top of the rows that `slots` holds already.
+        """Transformers' `generate()` on top of the rows that are filled already.
 
         It computes the prompt's remaining tokens itself, those at the `pending` positions, so
         every sampling, stopping and streaming argument works as documented there. Returns its
-        output object. Without `slots` Transformers uses a cache of its own.
+        output object. Without `rows` Transformers uses a cache of its own, and it goes on with
+        one where it computes several sequences.
         """
         self.adapters.use(self.adapter)
         counts = [self.setting(n, arguments) for n in ("num_beams", "num_return_sequences")]
         num_sequences = max(count or 1 for count in counts)
-        if slots is not None and num_sequences > 1:
-            slots.batch_repeat_interleave(num_sequences)
         input_ids = torch.tensor([list(tokens)], device=self.model.device)
-        if slots is not None:
-            behind = [position for position in pending if position < slots.length]
-            if behind:
-                positions = torch.tensor(behind, device=input_ids.device)
-                slots.behind = Behind(input_ids[0, positions], positions)
         ours = {
             "input_ids": input_ids,
             "attention_mask": torch.ones_like(input_ids),
             "return_dict_in_generate": True,
         }
-        if slots is not None:
-            ours |= {"past_key_values": slots, "cache_implementation": None}
+        cache: Cache | None = None
+        if rows is not None and num_sequences > 1:
+            rest = list(pending)[:-1]
+            if rest:
+                self.forward(rows, [tokens[p] for p in rest], _as_range(rest), corrected=corrected)
+            cache = self._dynamic_cache(rows)
+            cache.batch_repeat_interleave(num_sequences)
+        elif rows is not None:
+            cache = GenerateCache(
+                self._geometry, rows, tokens, pending, corrected, packs=self.packs
+            )
+        if cache is not None:
+            ours |= {"past_key_values": cache, "cache_implementation": None}
         output = self.model.generate(**(arguments | ours))
-        if slots is not None and slots.behind is not None:
+        if isinstance(cache, GenerateCache) and cache.pending:
             raise UnsupportedModel(f"{self.name}: generate() runs it in a way that skips our hook")
         return output
+
+    def _dynamic_cache(self, rows: Rows) -> DynamicCache:
+        """A copy of the rows in Transformers' own cache."""
+        cache = DynamicCache()
+        for layer in range(self._geometry.num_layers):
+            cache.update(*(part.clone() for part in rows.whole(layer, 0, rows.length)), layer)
+        return cache
 
     def setting(self, name: str, arguments: dict[str, Any]) -> Any:
         """A generation setting as it holds for these arguments of `generate()`."""
@@ -263,8 +263,8 @@ class HFModel:
 
     def release(self) -> None:
         """Give the model back as it was."""
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         if self._unpack is not None:
             self._unpack()
             self._unpack = None
@@ -272,7 +272,6 @@ class HFModel:
             self.model.set_attn_implementation(self._native_attention)
         self.adapters.release()
         self.model.train(self._was_training)
-        self._spare.clear()
         install.in_engines.discard(self.model)
 
     @torch.no_grad()
@@ -288,27 +287,30 @@ class HFModel:
         if kept_in is not None:
             versions = numerics(model, prepacked=self._unpack is not None)
             kept = certificate(model, self._fingerprint, versions, kept_in, choices)
-        planes = None if kept is None else kept.read(self._geometry)
-        if planes is None:
+        self._hooks = [
+            model.register_forward_pre_hook(_fit_tokens_to_rows, with_kwargs=True),
+            model.register_forward_hook(_count_rows, with_kwargs=True),
+        ]
+        found = None if kept is None else kept.read(self._geometry)
+        if found is None:
             self._measure(choices)
             if kept is not None and self._is_flawless(choices[0]):
-                kept.write(self._rotations.planes)
+                kept.write(self._rotations.planes, joins=self.joins)
         else:
+            planes, self.joins = found
             self._rotations, self.pack_refusal = certify.Rotations(planes), ""
-            self._hook = model.register_forward_pre_hook(_fit_tokens_to_rows, with_kwargs=True)
             install.switch(model, choices[0])
         if self._bitwise:
             self._numerics = numerics(model, prepacked=self._unpack is not None)
-        how = "certified" if planes is None else "certified earlier:"
+        how = "certified" if found is None else "certified earlier:"
         log.info("%s %s in %.1f s", how, self.name, time.perf_counter() - started)
 
     def _measure(self, choices: Sequence[str]) -> None:
         model = self.model
         native = certify.run_native(model, self._geometry)
         self._rotations = certify.measure_rotations(model, self._geometry)
-        self._hook = model.register_forward_pre_hook(_fit_tokens_to_rows, with_kwargs=True)
         self._choose_attention(choices, native)
-        self.pack_refusal = certify.pack_refusal(model, self._geometry, native)
+        self.pack_refusal, self.joins = certify.check_packed(model, self._geometry, native)
         if self._rotations.refusal:
             log.info("%s: exact reuse only: %s", self.name, self._rotations.refusal)
         if self.pack_refusal:
@@ -352,21 +354,38 @@ def _fit_tokens_to_rows(
     and would append those rows a second time. Tokens further back that are still to be computed
     are put in front, so that gaps, repairs and the rest of the prompt are one forward.
     """
-    slots, positions = kwargs.get("past_key_values"), kwargs.get("position_ids")
+    cache, positions = kwargs.get("past_key_values"), kwargs.get("position_ids")
     tokens = kwargs.get("input_ids")
-    if not isinstance(slots, RowCache) or slots.scattered is not None:
+    if not isinstance(cache, GenerateCache) or tokens is None or positions is None:
         return None
-    if tokens is None or positions is None or (tokens.shape[1] == 1 and slots.behind is None):
+    first, pending = cache.get_seq_length(), cache.pending
+    if tokens.shape[1] == 1 and not pending:
+        cache.next(range(first, first + 1))
         return None
-    num_known = max(0, slots.length - int(positions[..., 0].min()))
+    num_known = max(0, first - int(positions[..., 0].min()))
     tokens, positions = tokens[:, num_known:], positions[..., num_known:]
-    if slots.behind is not None:
-        first, slots.behind = slots.behind, None
-        tokens = torch.cat([first.tokens.expand(len(tokens), -1), tokens], dim=-1)
-        before = first.positions.expand(*positions.shape[:-1], -1)
-        positions = torch.cat([before, positions], dim=-1)
-        slots.scatter(positions.reshape(-1, positions.shape[-1])[0].tolist())
+    places: Sequence[int] = range(first, first + tokens.shape[1])
+    if pending:
+        before = torch.tensor(pending, device=tokens.device)
+        tokens = torch.cat([cache.pending_tokens.to(tokens)[None], tokens], dim=-1)
+        positions = torch.cat([before.expand(*positions.shape[:-1], -1), positions], dim=-1)
+        places = [*pending, *places]
+    cache.next(places)
     return args, kwargs | {"input_ids": tokens, "position_ids": positions}
+
+
+def _count_rows(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """After a forward of `generate()`."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, GenerateCache):
+        cache.finish()
+
+
+def _as_range(positions: Sequence[int]) -> Sequence[int]:
+    first, last = positions[0], positions[-1]
+    return range(first, last + 1) if last - first + 1 == len(positions) else positions
 
 
 class StepWatch(StoppingCriteria):

@@ -40,8 +40,8 @@ class Certificate:
     def __init__(self, folder: Path, name: str, about: Mapping[str, str]) -> None:
         self._folder, self._name, self._about = folder, name, about
 
-    def read(self, geometry: KVGeometry) -> Planes | None:
-        """The rotations that were kept; None: certify."""
+    def read(self, geometry: KVGeometry) -> tuple[Planes, bool] | None:
+        """The rotations that were kept, and whether attention may be joined; None: certify."""
         try:
             if not _is_ours(os.lstat(self._folder)):
                 return None
@@ -57,17 +57,20 @@ class Certificate:
                 int(plane): None if place is None else rotations[place]
                 for plane, place in found["planes"].items()
             }
+            joins = bool(found["joins"])
         except (OSError, ValueError, LookupError, TypeError):
             return None
         cached = {plane for group in geometry.groups for plane in group.planes}
-        return planes if planes.keys() == cached else None
+        return (planes, joins) if planes.keys() == cached else None
 
-    def write(self, planes: Planes) -> None:
+    def write(self, planes: Planes, *, joins: bool) -> None:
         """Keep what certification found."""
         rotations = list(dict.fromkeys(each for each in planes.values() if each is not None))
         places = {n: None if each is None else rotations.index(each) for n, each in planes.items()}
         told = [[each.inv_freq, each.offset, each.layout] for each in rotations]
-        text = json.dumps({**self._about, "rotations": told, "planes": places}).encode()
+        text = json.dumps(
+            {**self._about, "rotations": told, "planes": places, "joins": joins}
+        ).encode()
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:

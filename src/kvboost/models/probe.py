@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,14 +11,14 @@ import torch
 
 from kvboost.core import MatchKind, ReusePlan, Span
 from kvboost.models import attention
-from kvboost.models.slots import KeyValue, RowCache
+from kvboost.models.pool import KeyValue
+from kvboost.models.rows import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import numpy.typing as npt
 
     from kvboost.models.hf import HFModel
+    from kvboost.models.packed import RowObserver
 
 # Layer 0 depends on the token alone; context first shows in layer 1.
 DEVIATION_LAYER = 1
@@ -39,13 +39,13 @@ class Probe:
     def __init__(
         self,
         model: HFModel,
-        slots: RowCache,
+        rows: Rows,
         tokens: Sequence[int],
         plan: ReusePlan,
         sensitivities: npt.NDArray[np.float32],
     ) -> None:
         self.tokens = tokens
-        self._model, self._slots, self._plan = model, slots, plan
+        self._model, self._rows, self._plan = model, rows, plan
         self._sensitivities = sensitivities
 
     def deviation(self) -> npt.NDArray[np.float32]:
@@ -70,8 +70,7 @@ class Probe:
             scores[positions] = total.numpy()
             raise _Enough
 
-        self._slots.observer = look
-        self._run(positions)
+        self._run(positions, look)
         sampled = np.repeat(scores[start::every], every)[: stop - start]
         scores[start:] = np.maximum(scores[start:], sampled)
         return scores
@@ -105,21 +104,12 @@ class Probe:
     def _live(self) -> list[int]:
         return [p for span in self._plan.live for p in range(span.start, span.stop)]
 
-    def _run(self, positions: Sequence[int]) -> None:
+    def _run(self, positions: Sequence[int], observer: RowObserver | None = None) -> None:
         tokens = [self.tokens[position] for position in positions]
-        with _early_end(self._slots):
-            self._model.forward(self._slots, tokens, positions)
-
-
-@contextmanager
-def _early_end(slots: RowCache) -> Iterator[None]:
-    length = slots.length
-    try:
-        yield
-    except _Enough:
-        pass
-    finally:
-        slots.scattered, slots.observer, slots.length = None, None, length
+        length = self._rows.length
+        with suppress(_Enough):
+            self._model.forward(self._rows, tokens, positions, observer=observer)
+        self._rows.length = length
 
 
 def _attention_received(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -139,7 +129,7 @@ def reordered(tokens: Sequence[int], start: int) -> list[int]:
     return [*tokens[half:start], *tokens[:half], *tokens[start:]]
 
 
-def context_sensitivity(slots: RowCache, other: RowCache, start: int) -> bytes:
+def context_sensitivity(rows: Rows, other: Rows, start: int) -> bytes:
     """A byte for each token: how much its K/V changes when what stands before `start` changes.
 
     Both hold the same tokens, `other` those before `start` `reordered`, so that the positions of
@@ -147,7 +137,7 @@ def context_sensitivity(slots: RowCache, other: RowCache, start: int) -> bytes:
     """
     span = Span(start, other.length)
     total = torch.zeros(len(span))
-    for ours, theirs in zip(slots.read(span), other.read(span), strict=True):
+    for ours, theirs in zip(rows.read(span), other.read(span), strict=True):
         change = (ours.float() - theirs.float()).pow(2).sum((1, 3))  # [planes, tokens]
         size = theirs.float().pow(2).sum((1, 3)).mean(1, keepdim=True).clamp_min(1e-12)
         total += (change / size).sum(0).cpu()

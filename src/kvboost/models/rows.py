@@ -1,136 +1,159 @@
-"""The K/V of one request in the batch: rows of its own, on top of rows that it shares."""
+"""The K/V of one sequence: which rows of the pool its positions are."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
-from kvboost.core import Span
-from kvboost.models.slots import KeyValue, RowCache
+from kvboost.core import KVGeometry, Span
+from kvboost.models.pool import BlockPool, Blocks, KeyValue, Run, cut, merged, runs
 
 if TYPE_CHECKING:
     from kvboost.codecs.base import KV
 
-
-class SharedRows:
-    """The first rows of a prompt, read by all requests that begin with it; never written."""
-
-    def __init__(self, slots: RowCache, num_rows: int) -> None:
-        self.num_rows = num_rows
-        self.slots = slots.head(num_rows)
-        self._heads: WeakValueDictionary[int, SharedRows] = WeakValueDictionary()
-
-    def layer(self, index: int) -> KeyValue:
-        """K and V of a layer."""
-        return self.slots.layer_rows(index, self.num_rows)
-
-    def read(self, span: Span) -> KV:
-        """The rows of `span`, not to be written."""
-        return self.slots.read(span)
-
-    def buffers(self) -> dict[int, tuple[int, int]]:
-        """Bytes and rows of the buffer that they lie in, by its place in memory."""
-        return self.slots.buffers()
-
-    def hold(self) -> None:
-        """Count one more request that reads them."""
-        self.slots.hold()
-
-    def release(self) -> None:
-        """Count one less."""
-        self.slots.release()
-
-    def head(self, num_rows: int) -> SharedRows:
-        """The first of these rows; the same object for all who ask for as many."""
-        if num_rows == self.num_rows:
-            return self
-        return self._heads.setdefault(num_rows, SharedRows(self.slots, num_rows))
+PRIVATE_BLOCK = 16
 
 
 class Rows:
-    """Positions from 0 on: `shared` first, then `own`. Only own rows are written."""
+    """A row of the pool for each position of a sequence, filled in any order.
 
-    def __init__(self, own: RowCache, shared: SharedRows | None = None) -> None:
-        self.own, self.shared = own, shared
-        if shared is not None:
-            shared.hold()
+    The first `num_shared` rows may be read by others and are never written here. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        num_rows: int,
+        prefix: Sequence[Run] = (),
+        after: int | None = None,
+    ) -> None:
+        """An empty sequence with room for so many rows, or one that begins with filled ones.
+
+        `after` is the block that its own ones follow, if they can.
+        """
+        self.pool = pool
+        self._prefix, self._blocks = list(prefix), np.arange(0)
+        self.exact_stop = sys.maxsize  # rows before this one are exact
+        self.is_private = False
+        self.num_shared = self.length = sum(stop - start for start, stop in prefix)
+        """`length`: rows that are filled, or lie before one that is."""
+        pool.hold_rows(prefix)
+        self._grow(num_rows - self.length, after)
 
     @property
-    def num_shared(self) -> int:
-        """Rows that others may read too."""
-        return 0 if self.shared is None else self.shared.num_rows
+    def capacity(self) -> int:
+        """Rows that there is room for."""
+        return self.num_shared + len(self._blocks) * self.pool.block_size
 
     @property
-    def length(self) -> int:
-        """Rows that are filled, or lie before one that is."""
-        return self.num_shared + self.own.length
+    def blocks(self) -> Blocks:
+        """The blocks that its rows lie in, in any order."""
+        return np.concatenate([self.pool.blocks_of(self._prefix), self._blocks])
 
     @property
-    def exact_stop(self) -> int:
-        """Rows before this one are exact; the others have something moved below them."""
-        return self.num_shared + self.own.exact_stop
-
-    @exact_stop.setter
-    def exact_stop(self, stop: int) -> None:
-        self.own.exact_stop = stop - self.num_shared
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.pool.device
 
     @property
-    def num_shareable(self) -> int:
-        """The most that `share` can give: what can be read together with the first row."""
-        if self.shared is None or self.own.follows(self.shared.slots):
-            return self.length
-        return self.num_shared
+    def num_runs(self) -> int:
+        """In how many views its rows lie."""
+        return len(self._runs)
 
-    def share(self, num_rows: int) -> SharedRows:
-        """Let others read the first rows; at most `num_rows`, less if not so many can be shared."""
-        num_rows, num_before = min(num_rows, self.num_shareable), self.num_shared
-        if self.shared is not None and num_rows <= num_before:
-            return self.shared.head(num_rows)
-        before = self.shared
-        whole = self.own if before is None else self.own.whole(before.slots)
-        self.shared = SharedRows(whole, num_rows)
-        self.shared.hold()
-        if before is not None:
-            before.release()
-        self.own = self.own.tail(num_rows - num_before)
-        return self.shared
+    def make_room(self, num_rows: int) -> None:
+        """Have room for so many rows.
+
+        Raises:
+            KVBoostError: the pool is full.
+        """
+        if num_rows > self.capacity:
+            self._grow(num_rows - self.capacity)
+
+    def crop(self, length: int) -> None:
+        """Forget the rows from `length` on; their room stays."""
+        self.length = min(self.length, length)
+
+    def release(self) -> None:
+        """Give the rows back; those of a request that failed go back by themselves."""
+        blocks, prefix = self._blocks, self._prefix
+        self._blocks, self._prefix = blocks[:0], []
+        self.pool.release(blocks)
+        self.pool.release_rows(prefix)
+
+    __del__ = release
+
+    def runs(self, span: Span) -> list[Run]:
+        """Which rows of the pool those of `span` are."""
+        return cut(self._runs, span.start, span.stop)
 
     def read(self, span: Span) -> KV:
-        """The rows of `span`: views, or copies where they lie in several places."""
-        border = self.num_shared
-        if self.shared is None or span.start >= border:
-            return self.own.read(Span(span.start - border, span.stop - border))
-        if span.stop <= border:
-            return self.shared.read(span)
-        first = self.shared.read(Span(span.start, border))
-        rest = self.own.read(Span(0, span.stop - border))
-        return [torch.cat(parts, dim=2) for parts in zip(first, rest, strict=True)]
+        """K/V of `span`: views where it is one run, else copies."""
+        return self.pool.read(self.runs(span))
 
     def write(self, span: Span, kv: KV) -> None:
-        """Copy the first `len(span)` tokens of `kv` to the rows of `span` that are our own."""
-        skipped = max(0, self.num_shared - span.start)
-        if skipped < len(span):
-            own = Span(span.start + skipped - self.num_shared, span.stop - self.num_shared)
-            self.own.write(own, [part[:, :, skipped:] for part in kv])
+        """Copy the first `len(span)` tokens of `kv` to the rows of `span`."""
+        assert span.start >= self.num_shared
+        self.make_room(span.stop)
+        self.length = max(self.length, span.stop)
+        self.pool.write(self.runs(span), kv)
 
-    def joined(self) -> RowCache:
-        """All rows in one cache; a copy if some are shared."""
-        if self.shared is None:
-            return self.own
-        whole = self.own.like(self.length)
-        whole.write(Span(0, self.length), self.read(Span(0, self.length)))
-        whole.exact_stop = self.exact_stop
-        return whole
+    def layer(self, index: int, first: int, stop: int) -> list[KeyValue]:
+        """K and V of rows of a layer, a view for each run."""
+        key, value = self.pool.layers[index]
+        pieces = cut(self._runs, first, stop) or [(0, 0)]
+        return [(key[:, :, start:end], value[:, :, start:end]) for start, end in pieces]
 
-    def close(self) -> None:
-        """Give the rows back, once; others go on reading what they share."""
-        self.own.release()
-        if self.shared is not None:
-            self.shared.release()
+    def whole(self, index: int, first: int, stop: int) -> KeyValue:
+        """K and V of rows of a layer; a copy where they are several runs."""
+        pieces = self.layer(index, first, stop)
+        if len(pieces) == 1:
+            return pieces[0]
+        key, value = (torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True))
+        return key, value
 
-    def buffers(self) -> dict[int, tuple[int, int]]:
-        """Bytes and rows of each buffer that it needs, by the buffer's place in memory."""
-        shared = {} if self.shared is None else self.shared.buffers()
-        return self.own.buffers() | shared
+    def put(self, index: int, first: int, fresh: KeyValue) -> None:
+        """Write neighbouring rows of a layer, where room was made."""
+        pieces = cut(self._runs, first, first + fresh[0].shape[2])
+        for plane, rows in zip(self.pool.layers[index], fresh, strict=True):
+            done = 0
+            for start, stop in pieces:
+                plane[:, :, start:stop].copy_(rows[:, :, done : done + stop - start])
+                done += stop - start
+
+    def put_at(self, index: int, positions: torch.Tensor, fresh: KeyValue) -> None:
+        """Write rows of a layer at `positions`, where room was made."""
+        places = self._all_places()[positions]
+        for plane, rows in zip(self.pool.layers[index], fresh, strict=True):
+            plane.index_copy_(2, places, rows)
+
+    def places(self, first: int, stop: int) -> torch.Tensor:
+        """Which rows of the pool its rows are; the blank one where it has none."""
+        own = self._all_places()[first:stop]
+        return F.pad(own, (0, stop - first - len(own)), value=self.pool.blank)
+
+    def _grow(self, num_rows: int, after: int | None = None) -> None:
+        last = int(self._blocks[-1]) if len(self._blocks) else after
+        more = self.pool.take(max(0, self.pool.blocks_for(num_rows)), after=last)
+        self._blocks, size = np.concatenate([self._blocks, more]), self.pool.block_size
+        own = [(start * size, stop * size) for start, stop in runs(self._blocks)]
+        self._runs = merged([*self._prefix, *own])
+        self._places: torch.Tensor | None = None
+
+    def _all_places(self) -> torch.Tensor:
+        if self._places is None:
+            each = [torch.arange(start, stop, device=self.device) for start, stop in self._runs]
+            self._places = torch.cat(each)
+        return self._places
+
+
+def private_rows(geometry: KVGeometry, num_rows: int, device: torch.device) -> Rows:
+    """An empty sequence in a pool of its own, of just that size."""
+    num_blocks = -(-num_rows // PRIVATE_BLOCK)
+    rows = Rows(BlockPool(geometry, num_blocks, PRIVATE_BLOCK, device), num_rows)
+    rows.is_private = True
+    return rows

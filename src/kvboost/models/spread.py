@@ -27,11 +27,11 @@ LONGEST_PATCH = 384  # tokens that are corrected together: keeps the cost linear
 
 @dataclass(frozen=True)
 class Patch:
-    """Rows [start, stop) and what each takes of the change of the recomputed `rows` in them."""
+    """Rows [start, stop) and what each takes of the change of those that are recomputed."""
 
     start: int
     stop: int
-    rows: torch.Tensor  # positions
+    rows: torch.Tensor  # recomputed ones, counted from `start`
     sources: torch.Tensor  # where these stand among the recomputed rows
     weights: torch.Tensor  # [stop - start, len(rows)]
 
@@ -54,7 +54,7 @@ def patches(
             Patch(
                 span.start,
                 span.stop,
-                own.to(device),
+                (own - span.start).to(device),
                 torch.arange(first, last, device=device),
                 weights.to(device, dtype),
             )
@@ -63,12 +63,12 @@ def patches(
 
 
 def apply(patch: Patch, stored: torch.Tensor, fresh: torch.Tensor) -> None:
-    """Correct `stored` [batch, heads, rows, head_dim] by how `fresh` differs from it.
+    """Correct the patch's rows, `stored` [batch, heads, rows, head_dim], by how `fresh` differs.
 
     `fresh` holds all recomputed rows, of which the patch knows its own.
     """
     change = fresh.index_select(2, patch.sources) - stored.index_select(2, patch.rows)
-    stored[:, :, patch.start : patch.stop] += patch.weights @ change
+    stored += patch.weights @ change
 
 
 def _pieces(runs: Iterable[Span]) -> Iterable[Span]:

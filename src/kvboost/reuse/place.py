@@ -1,4 +1,4 @@
-"""plan -> K/V in its slots. Fetches, decodes, moves and copies; what cannot be had is a miss."""
+"""plan -> K/V in its slots. Decodes, moves and copies; what cannot be had is a miss."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvboost.codecs.frame import Head, decode, read
 from kvboost.core import Entry, FrameKey, Match, MatchKind, Namespace, ReusePlan
-from kvboost.errors import CacheError
 from kvboost.rope import move
+from kvboost.tiers.base import StoredChunk
 from kvboost.tiers.store import ChunkStore
 
 if TYPE_CHECKING:
@@ -37,37 +36,28 @@ def assemble(
     model: CausalModel,
     store: ChunkStore,
     space: Namespace,
-    brought: Mapping[FrameKey, memoryview] | None = None,
+    chunks: Mapping[FrameKey, StoredChunk],
 ) -> Placed:
-    """Fill `slots` with what the plan reuses and return what came true of it.
+    """Fill `slots` with what the plan reuses of `chunks`, and return what came true of it.
 
-    Frames come from memory and from `brought`; without it, tiers of our own are asked and waited
-    for.
-
-    Keys tell namespaces apart already; a frame of another one than `space` is refused all the same.
+    Keys tell namespaces apart already; a chunk of another one than `space` is refused all the same.
 
     An exact match holds only on top of all matches before it, so the first one that is gone or
     broken ends the exact ones. Moved ones stand each for itself.
     """
-    keys = list(dict.fromkeys(match.key for match in plan.matches))
-    if brought is None:
-        loaded = store.tiers.get(keys)
-    else:
-        loaded = {**brought, **store.tiers.memory.get(keys)}
     placed: list[Match] = []
     lost: list[FrameKey] = []
     sensitivities = np.zeros(plan.num_tokens, np.float32)
     for match in plan.matches:
         if match.kind is MatchKind.EXACT and lost:
             continue
-        frame = loaded.get(match.key)
-        head = None if frame is None else _place(match, frame, slots, store, space)
-        if head is None:
+        chunk = chunks.get(match.key)
+        if chunk is None or not _place(match, chunk, slots, store, space):
             lost.append(match.key)
             continue
-        placed.append(_as_stored(match, head.entry, placed[-1] if placed else None))
-        if head.sensitivity:
-            part = np.frombuffer(head.sensitivity, np.uint8)[match.offset :][: len(match.span)]
+        placed.append(_as_stored(match, chunk.entry, placed[-1] if placed else None))
+        if chunk.sensitivity:
+            part = np.frombuffer(chunk.sensitivity, np.uint8)[match.offset :][: len(match.span)]
             sensitivities[match.span.start : match.span.stop] = part
     came_true = ReusePlan(plan.num_tokens, tuple(placed))
     for run in came_true.runs:
@@ -80,25 +70,17 @@ def assemble(
 
 
 def _place(
-    match: Match, source: memoryview, slots: Slots, store: ChunkStore, space: Namespace
-) -> Head | None:
-    """Write a match's rows; the head of their frame, or None if that is no good."""
-    try:
-        head = read(source)
-        whole = decode(source, head, store.codec)
-    except CacheError as error:
-        log.warning("a stored frame cannot be used: %s", error)
-        store.metrics.add("damaged_frames")
-        store.tiers.discard(match.key)
-        return None
-    if head.entry.space != space:
-        log.error("a stored frame belongs to another tenant, adapter or model")
+    match: Match, chunk: StoredChunk, slots: Slots, store: ChunkStore, space: Namespace
+) -> bool:
+    """Write a match's rows; whether the chunk is good for that."""
+    if chunk.entry.space != space:
+        log.error("a stored chunk belongs to another tenant, adapter or model")
         store.metrics.add("foreign_frames")
         store.tiers.discard(match.key)
-        return None
-    kv = [part[:, :, match.offset : match.offset + len(match.span)] for part in whole]
+        return False
+    kv = [part[:, :, match.offset : match.offset + len(match.span)] for part in chunk.kv()]
     slots.write(match.span, kv)
-    return head
+    return True
 
 
 def _as_stored(match: Match, entry: Entry, before: Match | None) -> Match:

@@ -1,13 +1,13 @@
-"""K/V in its slots -> tier and index. Takes what was computed anyway; encodes nothing twice."""
+"""K/V in its slots -> tier and index. Takes what was computed anyway; stores nothing twice."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvboost.codecs.frame import write
 from kvboost.core import (
     Anchor,
     Chunk,
@@ -18,11 +18,14 @@ from kvboost.core import (
     Namespace,
     Provenance,
 )
+from kvboost.errors import KVBoostError
 from kvboost.tiers import anchors
 from kvboost.tiers.store import ChunkStore
 
 if TYPE_CHECKING:
     from kvboost.models.base import Slots
+
+log = logging.getLogger(__name__)
 
 
 def commit(
@@ -91,22 +94,25 @@ def _put_new(
             continue
         seen.add(entry.key)
         known = sensitivities[chunk.span.start : chunk.span.stop]
-        with store.writing:
-            frame = write(entry, slots.read(chunk.span), store.codec, known, anchors_of[entry])
-            if store.tiers.put(entry.key, frame):
-                new.append(entry)
-            del frame
+        try:
+            with store.writing:
+                stored = store.tiers.medium.from_slots(
+                    entry, slots, chunk.span, known, anchors_of[entry]
+                )
+                if store.tiers.put(entry.key, stored):
+                    new.append(entry)
+        except KVBoostError as error:  # the pool is full of what may not leave
+            log.debug("a chunk is not stored: %s", error)
     new = [entry for entry in reversed(new) if store.tiers.holds(entry.key)]
     store.tiers.send_below(entry.key for entry in new)
     store.metrics.add("stored_chunks", len(new))
     store.settle()
-    store.tiers.raise_mapped()
     stored_now = set(new)
     for entry, words in anchors_of.items():
         # A copy that was there already may be from another position, if its key is of its content.
-        stored = entry if entry in stored_now else store.index.get(entry.key)
-        if stored is not None and store.tiers.holds(entry.key):
-            store.index.add(stored, words)
+        known_as = entry if entry in stored_now else store.index.get(entry.key)
+        if known_as is not None and store.tiers.holds(entry.key):
+            store.index.add(known_as, words)
     for entry in new:
         store.publish(entry, anchors_of[entry])
     return new

@@ -1,15 +1,20 @@
-"""The `Tier` contract: key -> frame, bounded in size."""
+"""The contracts of tiers: memory keeps chunks, the tiers below it frames."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from kvboost.codecs.frame import Head
-from kvboost.core import FrameKey, Owner
+from kvboost.core import Anchor, Entry, FrameKey, Owner, Span
 from kvboost.errors import TierUnavailable
 from kvboost.tiers.epochs import check_epoch, read_epoch, write_epoch
+
+if TYPE_CHECKING:
+    from kvboost.codecs.base import KV
+    from kvboost.models.base import Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +24,61 @@ class TierStats:
     num_entries: int
     size_bytes: int
     budget_bytes: int
+
+
+class StoredChunk(Protocol):
+    """A chunk in memory. What it holds is free as soon as nobody refers to it."""
+
+    @property
+    def entry(self) -> Entry:
+        """What it holds."""
+
+    @property
+    def sensitivity(self) -> bytes:
+        """A byte for each token, how much its K/V depends on its context; or empty."""
+
+    @property
+    def anchors(self) -> Iterable[Anchor]:
+        """The places by which it is found wherever it stands."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory it takes."""
+
+    @property
+    def rows(self) -> Sequence[tuple[int, int]] | None:
+        """Its rows in the KV pool, if it is there."""
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether evicting it would free nothing now."""
+
+    def kv(self) -> KV:
+        """Its K/V, possibly as views."""
+
+    def frame(self) -> memoryview:
+        """Its frame, for another tier."""
+
+
+class Medium(Protocol):
+    """How memory keeps chunks: as frames, or in the KV pool."""
+
+    def from_slots(
+        self, entry: Entry, slots: Slots, span: Span, sensitivity: bytes, anchors: Iterable[Anchor]
+    ) -> StoredChunk:
+        """A chunk of the rows of `span`.
+
+        Raises:
+            KVBoostError: no room.
+        """
+
+    def from_frame(self, frame: memoryview) -> StoredChunk:
+        """A chunk of a copy of a frame, which was checked.
+
+        Raises:
+            CacheError: not a frame of this engine.
+            KVBoostError: no room.
+        """
 
 
 class Tier(ABC):

@@ -106,6 +106,7 @@ class GuardedTier:
         later. A tier that is silent for `deadline_s` is dead.
         """
         self.name = name
+        self.loading = threading.Lock()  # held by whoever copies frames of it into memory
         self._deadline_s = deadline_s
         self._make = make
         self._opened = opened

@@ -1,4 +1,4 @@
-"""Host memory: frames in a dict, within a budget of bytes and entries."""
+"""The memory tier: chunks in a dict, within a budget of bytes and entries."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvboost.codecs.frame import owner_of
+from kvboost.codecs.frame import OWNER_BYTES
 from kvboost.core import FrameKey, Owner
-from kvboost.tiers.base import OwnTier, TierStats
+from kvboost.tiers.base import StoredChunk, TierStats
 from kvboost.tiers.eviction import ReuseDensity
 
 
@@ -22,8 +22,8 @@ class _Hold:
     count: int = 0
 
 
-class MemoryTier(OwnTier):
-    """The hot tier of one process."""
+class MemoryTier:
+    """The hot tier of one process. Thread-safe."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class MemoryTier(OwnTier):
         self._has_quotas = self._quota_bytes < budget_bytes
         self._clock = clock
         self._lock = threading.Lock()
-        self._frames: dict[FrameKey, memoryview] = {}
+        self._chunks: dict[FrameKey, StoredChunk] = {}
         self._size_bytes = 0
         self._held_bytes: Counter[Owner] = Counter()
         self._eviction = ReuseDensity(budget_bytes)
@@ -48,29 +48,46 @@ class MemoryTier(OwnTier):
         self._holds: dict[FrameKey, _Hold] = {}
         self._on_hold_bytes = 0
 
-    def get(self, keys: Sequence[FrameKey]) -> dict[FrameKey, memoryview]:
-        """The frames themselves, not copies.
+    def get(self, keys: Sequence[FrameKey]) -> dict[FrameKey, StoredChunk]:
+        """The chunks of those `keys` that are here.
 
         Counts as a use of each, of the first as the latest: a prompt is of no use without its
         beginning.
         """
         with self._lock:
-            found = {key: self._frames[key] for key in keys if key in self._frames}
+            found = {key: self._chunks[key] for key in keys if key in self._chunks}
             self._eviction.use(reversed(found))
             return found
 
-    def put(self, frames: Mapping[FrameKey, memoryview]) -> list[FrameKey]:
-        """Evict what is worth least until all fits, which may be a frame that just came.
+    def put(self, chunks: Mapping[FrameKey, StoredChunk]) -> list[FrameKey]:
+        """Evict what is worth least until all fits, which may be a chunk that just came.
 
-        The caller gives the frames away. The budget holds at every moment.
+        Returns the keys that were evicted. The budget holds at every moment.
         """
         with self._lock:
-            return [gone for item in frames.items() for gone in self._put(*item, is_wanted=False)]
+            return [gone for item in chunks.items() for gone in self._put(*item, is_wanted=False)]
 
-    def admit(self, frames: Mapping[FrameKey, memoryview]) -> list[FrameKey]:
-        """Like `put`, for frames about to be read: admitted whatever their rank."""
+    def admit(self, chunks: Mapping[FrameKey, StoredChunk]) -> list[FrameKey]:
+        """Like `put`, for chunks about to be read: admitted whatever their rank."""
         with self._lock:
-            return [gone for item in frames.items() for gone in self._put(*item, is_wanted=True)]
+            return [gone for item in chunks.items() for gone in self._put(*item, is_wanted=True)]
+
+    def evict(self, num_bytes: int) -> list[FrameKey]:
+        """Evict chunks of so many bytes that nobody uses, as far as there are any."""
+        with self._lock:
+            now = self._clock()
+            self._end_pins(now)
+            chosen = []
+            for key in self._eviction.victims():
+                if num_bytes <= 0:
+                    break
+                chunk = self._chunks[key]
+                if key not in self._holds and not self._is_pinned(key, now) and not chunk.is_in_use:
+                    chosen.append(key)
+                    num_bytes -= chunk.nbytes
+            for key in chosen:
+                self._drop(key)
+            return chosen
 
     def discard(self, keys: Iterable[FrameKey]) -> None:
         """Forget keys, unless they are pinned."""
@@ -82,11 +99,11 @@ class MemoryTier(OwnTier):
 
     def holds(self, key: FrameKey) -> bool:
         """Whether `key` is here; does not count as a use."""
-        return key in self._frames
+        return key in self._chunks
 
-    def peek(self, key: FrameKey) -> memoryview | None:
-        """The frame of `key`; does not count as a use."""
-        return self._frames.get(key)
+    def peek(self, key: FrameKey) -> StoredChunk | None:
+        """The chunk of `key`; does not count as a use."""
+        return self._chunks.get(key)
 
     def hold(self, key: FrameKey) -> bool:
         """Keep `key` from being evicted until it is released, once for every hold.
@@ -95,11 +112,11 @@ class MemoryTier(OwnTier):
         """
         with self._lock:
             if key not in self._holds:
-                frame = self._frames.get(key)
-                if frame is None or 2 * (self._on_hold_bytes + frame.nbytes) > self._budget_bytes:
+                chunk = self._chunks.get(key)
+                if chunk is None or 2 * (self._on_hold_bytes + chunk.nbytes) > self._budget_bytes:
                     return False
-                self._on_hold_bytes += frame.nbytes
-                self._holds[key] = _Hold(frame.nbytes)
+                self._on_hold_bytes += chunk.nbytes
+                self._holds[key] = _Hold(chunk.nbytes)
             self._holds[key].count += 1
             return True
 
@@ -120,7 +137,7 @@ class MemoryTier(OwnTier):
         """
         until = math.inf if ttl_s is None else self._clock() + ttl_s
         with self._lock:
-            held = [key for key in keys if key in self._frames]
+            held = [key for key in keys if key in self._chunks]
             for key in held:
                 self._pinned_until[key] = max(until, self._pinned_until.get(key, until))
                 self._eviction.set_aside(key)
@@ -138,11 +155,19 @@ class MemoryTier(OwnTier):
     def stats(self) -> TierStats:
         """Sizes now."""
         with self._lock:
-            return TierStats(len(self._frames), self._size_bytes, self._budget_bytes)
+            return TierStats(len(self._chunks), self._size_bytes, self._budget_bytes)
 
     def held_bytes(self, owner: Owner) -> int:
         """What one tenant holds of the budget."""
         return self._held_bytes.get(owner, 0)
+
+    def pinned_bytes(self) -> int:
+        """Bytes that may not leave now: pinned, or waiting to be written below."""
+        with self._lock:
+            now = self._clock()
+            pinned = [key for key, until in self._pinned_until.items() if until > now]
+            others = (key for key in pinned if key not in self._holds)
+            return self._on_hold_bytes + sum(self._chunks[key].nbytes for key in others)
 
     @property
     def num_pinned(self) -> int:
@@ -151,18 +176,18 @@ class MemoryTier(OwnTier):
             now = self._clock()
             return sum(until > now for until in self._pinned_until.values())
 
-    def _put(self, key: FrameKey, frame: memoryview, *, is_wanted: bool) -> list[FrameKey]:
+    def _put(self, key: FrameKey, chunk: StoredChunk, *, is_wanted: bool) -> list[FrameKey]:
         pinned_until = self._pinned_until.get(key)
         self._drop(key)
-        if frame.nbytes > min(self._budget_bytes, self._quota_bytes):
+        if chunk.nbytes > min(self._budget_bytes, self._quota_bytes):
             return [key]
-        owner = owner_of(frame)
-        self._frames[key] = frame
-        self._size_bytes += frame.nbytes
-        self._held_bytes[owner] += frame.nbytes
+        owner = _owner_of(chunk)
+        self._chunks[key] = chunk
+        self._size_bytes += chunk.nbytes
+        self._held_bytes[owner] += chunk.nbytes
         if pinned_until is not None:
             self._pinned_until[key] = pinned_until
-        self._eviction.add({key: frame.nbytes}, owner if self._has_quotas else None)
+        self._eviction.add({key: chunk.nbytes}, owner if self._has_quotas else None)
         victims = self._victims(owner, spared=key if is_wanted else None)
         if victims is None or key in victims:
             victims = [key]
@@ -171,11 +196,11 @@ class MemoryTier(OwnTier):
         return list(victims)
 
     def _drop(self, key: FrameKey) -> None:
-        frame = self._frames.pop(key, None)
-        if frame is not None:
-            self._size_bytes -= frame.nbytes
-            owner = owner_of(frame)
-            self._held_bytes[owner] -= frame.nbytes
+        chunk = self._chunks.pop(key, None)
+        if chunk is not None:
+            self._size_bytes -= chunk.nbytes
+            owner = _owner_of(chunk)
+            self._held_bytes[owner] -= chunk.nbytes
             if not self._held_bytes[owner]:
                 del self._held_bytes[owner]
             self._eviction.remove(key)
@@ -189,11 +214,14 @@ class MemoryTier(OwnTier):
         if key not in self._holds and not self._is_pinned(key, self._clock()):
             self._eviction.put_back(key)
 
+    def _end_pins(self, now: float) -> None:
+        while self._ends_of_pins and self._ends_of_pins[0][0] <= now:
+            self._let_go(heapq.heappop(self._ends_of_pins)[1])
+
     def _victims(self, owner: Owner, spared: FrameKey | None) -> Collection[FrameKey] | None:
         """The keys to evict so that all limits hold again; None if that is not enough."""
         now = self._clock()
-        while self._ends_of_pins and self._ends_of_pins[0][0] <= now:
-            self._let_go(heapq.heappop(self._ends_of_pins)[1])
+        self._end_pins(now)
         chosen: dict[FrameKey, None] = {}
         kept: set[FrameKey] = set()
 
@@ -206,16 +234,20 @@ class MemoryTier(OwnTier):
                     kept.add(key)
                 elif key != spared and key not in chosen:
                     chosen[key] = None
-                    num_bytes -= self._frames[key].nbytes
+                    num_bytes -= self._chunks[key].nbytes
                     num_entries -= 1
             return True
 
         # A tenant above its quota makes room from its own chunks.
         own_excess = self._held_bytes[owner] - self._quota_bytes if self._has_quotas else 0
         is_enough = choose(self._eviction.victims(owner), own_excess, 0)
-        excess = self._size_bytes - self._budget_bytes - sum(self._frames[k].nbytes for k in chosen)
-        excess_entries = len(self._frames) - self._max_entries - len(chosen)
+        excess = self._size_bytes - self._budget_bytes - sum(self._chunks[k].nbytes for k in chosen)
+        excess_entries = len(self._chunks) - self._max_entries - len(chosen)
         is_enough = is_enough and choose(self._eviction.victims(), excess, excess_entries)
         for key in kept:  # so that no later call looks at them again
             self._eviction.set_aside(key)
         return chosen if is_enough else None
+
+
+def _owner_of(chunk: StoredChunk) -> Owner:
+    return Owner(chunk.entry.space[:OWNER_BYTES])

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvboost.codecs.frame import Head, allocate, check, read
+from kvboost.codecs.frame import check
 from kvboost.core import FrameKey
+from kvboost.errors import CacheError, KVBoostError
 from kvboost.metrics import Metrics
-from kvboost.tiers.base import Tier
+from kvboost.tiers.base import Medium, StoredChunk, Tier
 from kvboost.tiers.epochs import Erasure
 from kvboost.tiers.guarded import Check, GuardedTier, Patience
 
 if TYPE_CHECKING:
     from kvboost.tiers.memory import MemoryTier
+
+log = logging.getLogger(__name__)
 
 MOST_NOTES = 1 << 16  # that wait to be written
 LEAST_WAIT_S = 0.1  # threads of a busy machine may be that late
@@ -43,18 +46,20 @@ class TierStack:
     memory's budget.
     """
 
-    def __init__(self, memory: MemoryTier, metrics: Metrics, deadline_s: float) -> None:
-        """`deadline_s` is how long a tier below memory may be silent."""
-        self.memory = memory
+    def __init__(
+        self, memory: MemoryTier, medium: Medium, metrics: Metrics, deadline_s: float
+    ) -> None:
+        """`medium` makes the chunks of memory.
+
+        `deadline_s` is how long a tier below may be silent.
+        """
+        self.memory, self.medium = memory, medium
         self._metrics = metrics
         self._deadline_s = deadline_s
         self._below: list[GuardedTier] = []
         self._lock = threading.Lock()
         self._notes: dict[FrameKey, memoryview] = {}
         self._gone: list[FrameKey] = []
-        self._mapped: dict[FrameKey, memoryview] = {}
-        self._loading = threading.Lock()
-        self._raiser = ThreadPoolExecutor(1, "kvboost-raise")
 
     def add_below(self, opener: Opener, opened: Callable[[Tier], Iterator[None]]) -> None:
         """Put a tier below those that are here, and wait a while until all it has is known.
@@ -95,70 +100,61 @@ class TierStack:
         return Patience(each_s, deadline_s, num_bytes / worth_s, predicted)
 
     def get(
-        self, keys: Sequence[FrameKey], patience: Patience | None = None
-    ) -> dict[FrameKey, memoryview]:
-        """Frames that are in memory, or that a tier of our own delivers in time.
+        self,
+        keys: Sequence[FrameKey],
+        patience: Patience | None = None,
+        held: list[FrameKey] | None = None,
+    ) -> dict[FrameKey, StoredChunk]:
+        """Chunks that are in memory, or that a tier of our own delivers in time.
 
-        Those of a disk are read from its files, and copied into memory by `raise_mapped`. Without
-        `patience` they are waited for as long as they come.
+        Without `patience` they are waited for as long as they come. Adds to `held` the keys that
+        are held in memory until the caller releases them: no more than memory allows.
         """
-        self.raise_mapped()  # what a request left behind that did not come to its end
+        each = patience or Patience(self._deadline_s, self._deadline_s, ANY_RATE)
         found = self.memory.get(keys)
+        most_bytes = math.inf
+        if held is not None:
+            held += filter(self.memory.hold, found)
+            most_bytes = self.memory.stats().budget_bytes // 2
         for guarded in self._below:
             wanted = [key for key in keys if key not in found and guarded.holds(key)]
-            each = patience or Patience(self._deadline_s, self._deadline_s, ANY_RATE)
-            loaded = guarded.get(wanted, each, check)
-            guarded.count(len(wanted), len(loaded))
-            self._metrics.add("loaded_chunks", len(loaded))
-            with self._lock:
-                self._mapped.update(loaded)
-            found |= loaded
+            found |= self._load(guarded, wanted, each, most_bytes, held=held)
         return found
 
     def load(
         self, keys: Sequence[FrameKey], patience: Patience, *, in_order: bool = False
-    ) -> list[Head]:
-        """Bring frames from shared tiers into memory, at most half of what it holds.
+    ) -> dict[FrameKey, StoredChunk]:
+        """Bring chunks from shared tiers into memory, at most half of what it holds.
 
         `in_order` says that a key is of no use unless all keys before it were found.
         """
-        heads: list[Head] = []
-        room_bytes = self.memory.stats().budget_bytes // 2
+        found: dict[FrameKey, StoredChunk] = {}
+        most_bytes = self.memory.stats().budget_bytes // 2
         for guarded in self._below:
-            if guarded.is_own:
-                continue
-            wanted = [key for key in keys if not self.memory.holds(key)]
-            for batch in guarded.batches(wanted):
-                found = self._load_batch(guarded, batch, patience)
-                heads += found
-                room_bytes -= sum(head.payload.stop for head in found)
-                if room_bytes <= 0 or patience.is_over or guarded.tier is None:
-                    break
-                if in_order and len(found) < len(batch):
-                    break
-        return heads
+            if not guarded.is_own:
+                wanted = [key for key in keys if not self.memory.holds(key)]
+                found |= self._load(guarded, wanted, patience, most_bytes, in_order=in_order)
+        return found
 
-    def raise_mapped(self) -> None:
-        """Copy what was read from a disk's files into memory, behind the request that read it."""
-        with self._lock:
-            mapped, self._mapped = self._mapped, {}
-        if mapped:
-            with suppress(RuntimeError):  # the interpreter ends
-                self._raiser.submit(self._raise, mapped)
+    def make_room(self, num_bytes: int) -> bool:
+        """Evict chunks from memory that nobody uses; whether there were any."""
+        gone = self.memory.evict(num_bytes)
+        self._note_gone(gone)
+        return bool(gone)
 
-    def put(self, key: FrameKey, frame: memoryview) -> bool:
-        """Keep a frame in memory, which the caller gives away; whether there was room for it.
+    def put(self, key: FrameKey, chunk: StoredChunk) -> bool:
+        """Keep a chunk in memory; whether there was room for it.
 
         Where tiers below work, all that is new comes in: it is on its way down.
         """
         is_passed_on = any(guarded.tier is not None for guarded in self._below)
         keep = self.memory.admit if is_passed_on else self.memory.put
-        gone = keep({key: frame})
+        gone = keep({key: chunk})
         self._note_gone(each for each in gone if each != key)
         return key not in gone
 
     def send_below(self, keys: Iterable[FrameKey]) -> None:
-        """Have frames that are in memory written below, the first ones first."""
+        """Have chunks that are in memory written below, the first ones first."""
         for key in keys:
             for guarded in self._below:
                 if self.memory.hold(key):
@@ -186,7 +182,7 @@ class TierStack:
 
     def pin(self, keys: Sequence[FrameKey], ttl_s: float | None) -> int:
         """Keep keys in memory, for `ttl_s` seconds or for good; how many of them are there."""
-        self._raise(self.get(keys))
+        self.get(keys)
         return self.memory.pin(keys, ttl_s)
 
     def discard(self, key: FrameKey) -> bool:
@@ -203,9 +199,6 @@ class TierStack:
 
         `is_told` says that another process has them erased from the shared tiers.
         """
-        with self._lock:
-            self._mapped = {k: v for k, v in self._mapped.items() if k not in erasure.keys}
-        self.raise_mapped()  # nothing can be erased from files that are mapped
         self.memory.unpin(erasure.keys)
         self.memory.discard(erasure.keys)
         for guarded in self._below:
@@ -259,36 +252,75 @@ class TierStack:
 
     def close(self) -> None:
         """Finish writing and let all tiers go."""
-        self._raiser.shutdown(cancel_futures=True)
         for guarded in self._below:
             guarded.close()
 
-    def _load_batch(
-        self, guarded: GuardedTier, keys: Sequence[FrameKey], patience: Patience
-    ) -> list[Head]:
-        """Load frames into memory; what they say of themselves.
+    def _load(
+        self,
+        guarded: GuardedTier,
+        keys: Sequence[FrameKey],
+        patience: Patience,
+        most_bytes: float,
+        *,
+        in_order: bool = False,
+        held: list[FrameKey] | None = None,
+    ) -> dict[FrameKey, StoredChunk]:
+        """Copy frames of a tier into memory, about so many bytes at most."""
+        loaded: dict[FrameKey, StoredChunk] = {}
+        # Frames of our own tiers are mapped, others are in memory until they are copied.
+        for batch in [keys] if guarded.is_own and keys else guarded.batches(keys):
+            found = self._load_batch(guarded, batch, patience, held)
+            loaded |= found
+            most_bytes -= sum(chunk.nbytes for chunk in found.values())
+            if most_bytes <= 0 or patience.is_over or guarded.tier is None:
+                break
+            if in_order and len(found) < len(batch):
+                break
+        return loaded
 
-        One batch at a time, because a batch is beyond memory's budget until it is copied.
-        """
-        if not self._loading.acquire(timeout=patience.left_s):
-            return []
+    def _load_batch(
+        self,
+        guarded: GuardedTier,
+        keys: Sequence[FrameKey],
+        patience: Patience,
+        held: list[FrameKey] | None,
+    ) -> dict[FrameKey, StoredChunk]:
+        """One batch of a tier at a time: its frames are beyond the budget until they are copied."""
+        if not guarded.loading.acquire(timeout=min(patience.left_s, threading.TIMEOUT_MAX)):
+            return {}
         try:
             frames = guarded.get(keys, patience, check)
             guarded.count(len(keys), len(frames))
-            self._metrics.add("loaded_chunks", len(frames))
-            heads = [read(frame) for frame in frames.values()]
+            chunks: dict[FrameKey, StoredChunk] = {}
+            for key in list(frames):
+                frame = frames.pop(key)
+                try:
+                    chunks[key] = self.medium.from_frame(frame)
+                except CacheError as error:
+                    log.warning("a stored frame cannot be used: %s", error)
+                    self._metrics.add("damaged_frames")
+                    guarded.behind.discard(key)
+                except KVBoostError as error:
+                    log.debug("no room for stored chunks: %s", error)
+                    break
+            self._metrics.add("loaded_chunks", len(chunks))
             # The last one first, so that it is the first to leave.
-            for key in reversed(list(frames)):
-                self._note_gone(self.memory.admit({key: _copied(frames.pop(key))}))
-            return heads
+            for key, chunk in reversed(chunks.items()):
+                self._note_gone(self.memory.admit({key: chunk}))
+                if held is not None and self.memory.hold(key):
+                    held.append(key)
+            return chunks
         finally:
-            self._loading.release()
+            guarded.loading.release()
 
     # What the writing threads ask for (`behind.Source`).
 
     def take(self, key: FrameKey) -> memoryview | None:
         """A frame to write; None if it was discarded meanwhile."""
-        return self._notes.get(key) or self.memory.peek(key)
+        if key in self._notes:
+            return self._notes[key]
+        chunk = self.memory.peek(key)
+        return None if chunk is None else chunk.frame()
 
     def written(self, key: FrameKey) -> None:
         """A key was written, or given up."""
@@ -301,18 +333,6 @@ class TierStack:
         """Keys left a tier to make room."""
         self._note_gone(keys)
 
-    def _raise(self, frames: Mapping[FrameKey, memoryview]) -> None:
-        """Copy frames into memory: the first ones, and no more than half of what it holds."""
-        room_bytes, chosen = self.memory.stats().budget_bytes // 2, []
-        for key, frame in frames.items():
-            room_bytes -= frame.nbytes
-            if room_bytes < 0:
-                break
-            chosen.append(key)
-        for key in reversed(chosen):  # the last one is the first to leave
-            if not self.memory.holds(key):
-                self._note_gone(self.memory.admit({key: _copied(frames[key])}))
-
     def _shared(self) -> GuardedTier | None:
         """The first tier that others read too, if it works."""
         working = (each for each in self._below if each.tier is not None and not each.is_own)
@@ -321,9 +341,3 @@ class TierStack:
     def _note_gone(self, keys: Iterable[FrameKey]) -> None:
         with self._lock:
             self._gone += keys
-
-
-def _copied(frame: memoryview) -> memoryview:
-    copy = allocate(frame.nbytes)
-    copy[:] = frame
-    return copy

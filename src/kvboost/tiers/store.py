@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost.codecs.base import Codec
-from kvboost.codecs.frame import Head
 from kvboost.core import Anchor, ChunkKeys, Entry, FrameKey, Namespace
 from kvboost.metrics import Metrics
 from kvboost.tiers import anchors
-from kvboost.tiers.base import OwnTier, Tier
+from kvboost.tiers.base import OwnTier, StoredChunk, Tier
 from kvboost.tiers.epochs import (
     Epochs,
     Erasure,
@@ -132,8 +131,8 @@ class ChunkStore:
         `in_order` says that a chunk is of no use unless all before it were found.
         """
         wanted = [key for key in keys if not self.tiers.has_at_hand(key)]
-        for head in self.tiers.load(wanted, patience, in_order=in_order):
-            self._learn(head)
+        for chunk in self.tiers.load(wanted, patience, in_order=in_order).values():
+            self._learn(chunk)
 
     def bring_prefix(self, keys: Sequence[ChunkKeys], patience: Patience) -> None:
         """Load the chunks of a prompt, and what begins like the first one that is not stored."""
@@ -167,11 +166,11 @@ class ChunkStore:
         notes = {note: write_note(note, entry.key, offset) for note, offset in places.items()}
         self.tiers.put_notes(notes)
 
-    def _learn(self, head: Head) -> None:
+    def _learn(self, chunk: StoredChunk) -> None:
         """Make a chunk findable, unless it has left already."""
-        key = head.entry.key
+        key = chunk.entry.key
         with self._learning:
-            self.index.add(head.entry, head.anchors)
+            self.index.add(chunk.entry, chunk.anchors)
             if not self.tiers.holds(key):
                 self.index.remove(key)
 

@@ -10,7 +10,7 @@ from kvboost.bench.doctor.facts import Packing, TierSpeed, Visit
 from kvboost.config import EXACT_BITS, MIB, Options
 from kvboost.tiers.address import shown
 
-CACHE_SHARE = 0.4  # of the memory that is left: running requests may take as much again
+CACHE_SHARE = 0.4  # of the memory that is left: quantised K/V takes as much again
 CACHE_STEP_BYTES = 256 * MIB
 DISK_SHARE = 0.5
 PACKING_GAIN = 0.9

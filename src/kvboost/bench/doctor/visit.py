@@ -106,7 +106,7 @@ def _with_engine(
     hosted: HFModel, tokenizer: PreTrainedTokenizerBase, begun: Visit, wishes: Wishes, say: Say
 ) -> Visit:
     started, geometry = time.perf_counter(), hosted.geometry
-    parts = build(Options(num_blocks=1), hosted, frozenset())
+    parts = build(Options(), hosted, frozenset())
     say("first prompts")
     rounds = Rounds(parts, tokenizer, begun.model.longest_tokens)
     most_tokens = int(QUALITY_SHARE * wishes.seconds / rounds.token_s)

@@ -13,7 +13,6 @@ from kvboost.build import Parts, build_repair
 from kvboost.core import MatchKind
 from kvboost.engine.prefill import Prefilled, Terms, complete, prefill
 from kvboost.engine.verify import compare
-from kvboost.models.slots import SlotCache
 from kvboost.policy.cost import CostModel
 
 NUM_ANSWER = 16
@@ -80,7 +79,7 @@ def _with_repair(parts: Parts, case: Case) -> Parts:
 
 def _prefilled(
     tokens: list[int], parts: Parts, terms: Terms
-) -> tuple[float, Prefilled[SlotCache], torch.Tensor]:
+) -> tuple[float, Prefilled, torch.Tensor]:
     """Milliseconds until the first logits were there, the rows, and these logits."""
     device = parts.model.model.device
     started = now(device)
@@ -92,20 +91,20 @@ def _prefilled(
 def _full_ms(tokens: list[int], parts: Parts) -> float:
     """Milliseconds of a full prefill."""
     full_ms, prefilled, _ = _prefilled(tokens, parts, Terms("off"))
-    parts.model.recycle(prefilled.slots)
+    prefilled.rows.release()
     return full_ms
 
 
 def _reference(tokens: list[int], parts: Parts) -> tuple[list[int], torch.Tensor]:
     """The greedy answer on a full prefill, and the logits it was chosen from."""
     _, prefilled, logits = _prefilled(tokens, parts, Terms("off"))
-    slots, said, seen = prefilled.slots, [int(logits[-1].argmax())], [logits]
+    rows, said, seen = prefilled.rows, [int(logits[-1].argmax())], [logits]
     while len(said) < NUM_ANSWER:
-        step = range(slots.length, slots.length + 1)
-        logits = parts.model.forward(slots, said[-1:], step)
+        step = range(rows.length, rows.length + 1)
+        logits = parts.model.forward(rows, said[-1:], step)
         said.append(int(logits[-1].argmax()))
         seen.append(logits)
-    parts.model.recycle(slots)
+    rows.release()
     return said, torch.cat(seen).float()
 
 
@@ -115,10 +114,10 @@ def _measure(
     """Lead the case along the answer of the full prefill, and compare the distributions."""
     ttft_ms, prefilled, first = _prefilled(tokens, parts, Terms("auto", "", case.ratio))
     places = range(len(tokens), len(tokens) + len(answer) - 1)
-    rest = parts.model.forward(prefilled.slots, answer[:-1], places, num_logits=len(places))
+    rest = parts.model.forward(prefilled.rows, answer[:-1], places, num_logits=len(places))
     plan = prefilled.plan
     check = compare(fresh, torch.cat([first, rest]).float(), len(tokens), plan.num_reused)
-    parts.model.recycle(prefilled.slots)
+    prefilled.rows.release()
     moved = sum(len(m.span) for m in plan.matches if m.kind is MatchKind.MOVED)
     return Measured(
         ttft_ms=ttft_ms,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvboost.bench.questions.subjects import Row, Subject
+from kvboost.codecs.host import HostFrames
 from kvboost.codecs.raw import RawCodec
 from kvboost.config import make_options
 from kvboost.core import KVGeometry, MatchKind, PlaneGroup, ReusePlan, Span
@@ -138,8 +139,9 @@ def stored_bytes(texts: Sequence[list[int]]) -> int:
 
 def _store(budget_bytes: int) -> ChunkStore:
     metrics = Metrics()
-    tiers = TierStack(MemoryTier(budget_bytes), metrics, deadline_s=1.0)
-    return ChunkStore(ChunkIndex(), tiers, RawCodec(GEOMETRY), metrics)
+    codec = RawCodec(GEOMETRY)
+    tiers = TierStack(MemoryTier(budget_bytes), HostFrames(codec), metrics, deadline_s=1.0)
+    return ChunkStore(ChunkIndex(), tiers, codec, metrics)
 
 
 def _ask(tokens: list[int], store: ChunkStore) -> ReusePlan:
@@ -153,7 +155,7 @@ def _ask(tokens: list[int], store: ChunkStore) -> ReusePlan:
 def _keep(tokens: list[int], plan: ReusePlan, store: ChunkStore) -> None:
     exact_stop = min((span.start for span in plan.moved), default=len(tokens))
     parts, slots = _parts(store), BlankSlots(len(tokens), exact_stop)
-    prefilled: Any = SimpleNamespace(slots=slots, space=space_of("", parts), plan=plan)
+    prefilled: Any = SimpleNamespace(rows=slots, space=space_of("", parts), plan=plan)
     keep(prefilled, tokens, parts, tenant="")
 
 

@@ -165,7 +165,7 @@ class Subject:
 
     def session(self, *, cost: CostModel | None = None, **options: Any) -> Session:
         """Our engine with these options and nothing stored."""
-        chosen = make_options({"max_cache_bytes": 1024 * MIB, "num_blocks": 1, **options})
+        chosen = make_options({"max_cache_bytes": 1024 * MIB, **options})
         is_snapped = chosen.chunk_boundary_window > 0
         parts = build(chosen, self.hosted, self._boundaries if is_snapped else frozenset())
         return Session(replace(parts, cost=cost or self.cost), self.tokenizer)

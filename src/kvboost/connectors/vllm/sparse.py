@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from kvboost.connectors.vllm.blocks import PagedCache
 from kvboost.core import Span
 from kvboost.models import spread
-from kvboost.models.slots import SlotCache
+from kvboost.models.rows import Rows
 
 
 class SparseModel:
@@ -41,7 +41,7 @@ class SparseModel:
         tokens: Sequence[int],
         positions: Sequence[int],
         block_ids: Sequence[int],
-        correction: tuple[SlotCache, Sequence[Span]] | None = None,
+        correction: tuple[Rows, Sequence[Span]] | None = None,
         num_logits: int = 0,
     ) -> torch.Tensor:
         """Compute `tokens` at sorted `positions`, of which each row before is there or among them.
@@ -117,13 +117,13 @@ class _Correction:
     def __init__(
         self,
         cache: PagedCache,
-        rows: SlotCache,
+        rows: Rows,
         spans: Sequence[Span],
         computed: Sequence[int],
         block_ids: Sequence[int],
     ) -> None:
         self._cache, self._rows = cache, rows
-        self._patches = spread.patches(spans, computed, rows.dtype, rows.device)
+        self._patches = spread.patches(spans, computed, rows.pool.dtype, rows.device)
         self._computed = torch.tensor(computed, device=rows.device)
         self._computed_slots = cache.slots(block_ids, self._computed)
         places = [torch.arange(patch.start, patch.stop) for patch in self._patches]
@@ -134,10 +134,10 @@ class _Correction:
         """Correct the rows of a layer; its computed ones are in their blocks already."""
         if not self._patches:
             return
-        stored = torch.stack(self._rows.layer_rows(layer, self._rows.length))[:, 0]
+        stored = torch.stack(self._rows.whole(layer, 0, self._rows.length))[:, 0]
         fresh = self._cache.pick(layer, self._computed_slots)
         for patch in self._patches:
-            spread.apply(patch, stored, fresh)
+            spread.apply(patch, stored[:, :, patch.start : patch.stop], fresh)
         stored.index_copy_(2, self._computed, fresh)
         self._cache.put(layer, stored.index_select(2, self._corrected), self._corrected_slots)
 

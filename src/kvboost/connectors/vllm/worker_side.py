@@ -40,17 +40,18 @@ from kvboost.core import (
     Span,
 )
 from kvboost.metrics import Metrics
-from kvboost.models.slots import SlotCache
+from kvboost.models.rows import private_rows
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
 from kvboost.reuse.lookup import find
-from kvboost.reuse.place import assemble
+from kvboost.reuse.place import Placed, assemble
 from kvboost.reuse.repair.base import Repair
 from kvboost.reuse.store import commit
 from kvboost.tiers.index import ChunkIndex
 
 if TYPE_CHECKING:
     from kvboost.connectors.vllm.sparse import SparseModel
+    from kvboost.models.base import Slots
 
 log = logging.getLogger(__name__)
 
@@ -258,8 +259,7 @@ class WorkerSide:
             plan = self._own_plan(load)
             rows = BlockRows(self.cache, load.block_ids)
             with self._stream(0, given):
-                placed = assemble(plan, rows, self._model, self._store, self._space(load.tenant))
-            self._store.forget(placed.lost)
+                placed = self._assemble(plan, rows, load.tenant)
             stop = placed.plan.matches[-1].span.stop if placed.plan.matches else load.start
         except Exception:
             log.exception("K/V could not be loaded, and is computed instead")
@@ -273,10 +273,8 @@ class WorkerSide:
         assert self._sparse is not None
         started, stop = time.perf_counter(), load.start
         try:
-            rows = SlotCache(self.cache.geometry, load.stop, self.cache.device)
-            space = self._space(load.tenant)
-            placed = assemble(load.plan, rows, self._model, self._store, space)
-            self._store.forget(placed.lost)
+            rows = private_rows(self.cache.geometry, load.stop, self.cache.device)
+            placed = self._assemble(load.plan, rows, load.tenant)
             rows.length = load.stop
             blocks = BlockRows(self.cache, load.block_ids)
             for run in placed.plan.runs:
@@ -298,6 +296,13 @@ class WorkerSide:
             self._fail_from(stop, load)
             self._loaded.add(load.request_id)
             self._report.repairs_s[load.request_id] = time.perf_counter() - started
+
+    def _assemble(self, plan: ReusePlan, rows: Slots, tenant: str) -> Placed:
+        """Place what tiers deliver of a plan."""
+        chunks = self._store.tiers.get(list(dict.fromkeys(each.key for each in plan.matches)))
+        placed = assemble(plan, rows, self._model, self._store, self._space(tenant), chunks)
+        self._store.forget(placed.lost)
+        return placed
 
     def _fail_from(self, stop: int, load: Load) -> None:
         """Give up the blocks of a load in which not all rows are filled."""

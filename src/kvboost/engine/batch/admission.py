@@ -86,7 +86,7 @@ class Admission:
             return None
         victim = self._victim(self._running)
         # A request alone has room, unless rows that it shared take more blocks than its own.
-        return victim if len(self._running) > 1 or victim.rows.shared is not None else None
+        return victim if len(self._running) > 1 or victim.rows.num_shared else None
 
     def _preempted_for(self, member: Member) -> list[Member] | None:
         """The requests to preempt so that `member` fits; None if its tenant has no claim to that.

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from kvboost.build import Parts
+from kvboost.core import Span
 from kvboost.engine.answer import terms_of, why_not
 from kvboost.engine.audit import carry_out, prepare_audit
 from kvboost.engine.batch.admission import Admission
-from kvboost.engine.batch.live import LEAST_SHARED, LivePrompts, Owner
+from kvboost.engine.batch.live import LivePrompts, Owner
 from kvboost.engine.batch.member import Member
 from kvboost.engine.batch.pace import Pace
 from kvboost.engine.prefill import decide, fill, keep, named_chunks
@@ -25,7 +26,8 @@ from kvboost.engine.report import count, report
 from kvboost.engine.results import Completion, Phases
 from kvboost.errors import DeadlineExceeded
 from kvboost.models.adapters import Adapter
-from kvboost.models.rows import Rows, SharedRows
+from kvboost.models.packed import LEAST_SHARED, SHARED_STEP
+from kvboost.models.pool import Run
 from kvboost.models.sampling import Choice, choose
 from kvboost.reuse.lookup import find
 
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SHARED_STEP = 32  # rows are shared in multiples of this, so that many requests share as many
 POLL_S = 0.002  # how often to look whether a request that waits can start
 
 
@@ -97,7 +98,7 @@ class Batch:
     def stats(self) -> dict[str, Any]:
         """Sizes now, and counts since the engine was made."""
         options, running = self._parts.options, list(self._running)
-        kv_bytes, num_rows = _buffer_sizes(running)
+        used = self._parts.pool.stats()
         return {
             "num_running": len(running),
             "num_waiting": len(self._waiting),
@@ -106,8 +107,8 @@ class Batch:
             "num_steps": self._num_steps,
             "mean_batch_size": self._num_answers_stepped / max(1, self._num_steps),
             "preemptions": self._num_preemptions,
-            "kv_bytes": kv_bytes,
-            "kv_tokens": num_rows,
+            "kv_bytes": used["used_bytes"],
+            "kv_tokens": used["used_blocks"] * used["block_size"],
             "kv_capacity_tokens": self._parts.working_tokens,
             "pack_refusal": self._parts.model.pack_refusal,  # why it runs one by one, if so
         }
@@ -159,15 +160,13 @@ class Batch:
         owner, num_alike = self._find_alike(member)
         if owner is None or member.names is None or owner.num_ready >= num_alike:
             return False
-        if owner.num_shareable < owner.num_ready:  # what it computes now lies elsewhere
-            return False
         num_stored = find(*member.names, self._parts.store.index).num_reused
         num_known = max(num_stored, owner.num_ready)
         return num_alike - num_known > (len(member.context) - num_known) / 2
 
     def _find_alike(self, member: Member) -> tuple[Owner | None, int]:
         request, parts = member.request, member.parts
-        may_share = parts.model.packs and parts.piece_tokens is None and request.reuse != "off"
+        may_share = parts.model.joins and parts.piece_tokens is None and request.reuse != "off"
         if not may_share or self._admission.is_alone(member):
             return None, 0
         if member.names is None:
@@ -183,30 +182,29 @@ class Batch:
         terms, note = terms_of(request, parts, is_refused=bool(member.note))
         member.terms, member.note = terms, member.note or note
         decision = decide(context, parts, terms, capacity=member.num_tokens)
-        shared = None if decision.plan.moved else self._share(member)
-        if shared is not None and member.names is not None:
-            decision = decision.on_shared(*member.names, shared.num_rows)
-        own = parts.pool.cache(member.num_reserved - (shared.num_rows if shared else 0))
-        rows = member.owner.rows = Rows(own, shared)
-        member.start(fill(decision, context, parts, terms, rows, request.brought))
+        shared = [] if decision.plan.moved else self._share(member)
+        if shared and member.names is not None:
+            decision = decision.on_shared(*member.names, sum(b - a for a, b in shared))
+        prefilled = fill(
+            decision, context, parts, terms, member.num_reserved, request.brought, shared
+        )
+        rows = member.owner.rows = prefilled.rows
+        member.start(prefilled)
         self._running.append(member)
         if member.names is not None:
             chunks, keys = member.names
             exact = sum(chunk.span.stop <= rows.exact_stop for chunk in chunks)
             self._live.add(member.owner, keys[:exact])
 
-    def _share(self, member: Member) -> SharedRows | None:
+    def _share(self, member: Member) -> list[Run]:
         """Rows of another request that begins alike."""
         owner, num_alike = self._find_alike(member)
-        if owner is None or owner.rows is None:
-            return None
+        if owner is None or owner.rows is None or owner.rows.pool is not self._parts.pool:
+            return []
         most = min(num_alike, owner.num_ready, len(member.context) - 1)
-        before = owner.rows.num_shared
-        if before <= most < before + LEAST_SHARED:
-            most = before  # a few rows more are not worth leaving the others who share these
         if most < LEAST_SHARED:
-            return None
-        return owner.rows.share(most // SHARED_STEP * SHARED_STEP)
+            return []
+        return owner.rows.runs(Span(0, most // SHARED_STEP * SHARED_STEP))
 
     def _next_segments(self) -> dict[Segment, Member]:
         """One token of each answer, then pieces of prompts: the oldest first, then short ones.
@@ -308,6 +306,7 @@ class Batch:
     def _prompt_is_done(self, member: Member) -> None:
         prefilled = member.prefilled
         assert prefilled is not None
+        self._keep(member, num_tokens=member.rows.exact_stop)  # others have it before the output
         if not member.was_beside:
             self._parts.cost.observe(prefilled.work, time.perf_counter() - prefilled.started_at)
 
@@ -317,20 +316,20 @@ class Batch:
             member.ticket.future.set_result(completion)
             looked_up = member.terms.reuse != "off"
             count(member.request, member.first_prefill, member.parts, looked_up=looked_up)
-            self._keep(member)
             if looked_up:
-                self._audit(member)
+                self._audit(member)  # runs rows again, which are not to be written once kept
+            self._keep(member)
         except Exception:
             log.exception("storing a request's K/V failed; its output is not affected")
         finally:
             member.owner.close()
 
-    def _keep(self, member: Member) -> None:
-        """Store the K/V that a request has computed so far, between two steps."""
+    def _keep(self, member: Member, num_tokens: int | None = None) -> None:
+        """Store the K/V that a request has computed so far, or that of its first tokens."""
         request, parts, prefilled = member.request, member.parts, member.prefilled
         if prefilled is None or member.terms.reuse == "off":
             return
-        tokens = [*request.tokens, *member.output][: member.num_computed]
+        tokens = [*request.tokens, *member.output][: member.num_computed][:num_tokens]
         if parts.piece_tokens is not None:
             tokens = request.tokens[: prefilled.pending[0]]
         try:
@@ -397,12 +396,3 @@ def _completion(member: Member) -> Completion:
         logprobs=tuple(member.logprobs),
         token_times=tuple(member.token_times),
     )
-
-
-def _buffer_sizes(running: list[Member]) -> tuple[int, int]:
-    """Bytes and rows of the buffers in use, shared ones once."""
-    buffers: dict[int, tuple[int, int]] = {}
-    for member in running:
-        if (prefilled := member.prefilled) is not None:  # unless it was preempted since
-            buffers |= prefilled.slots.buffers()
-    return sum(size for size, _ in buffers.values()), sum(rows for _, rows in buffers.values())

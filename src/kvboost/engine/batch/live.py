@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvboost.core import ChunkKeys, PrefixKey, Span
+from kvboost.models.packed import LEAST_SHARED
 
 if TYPE_CHECKING:
     from kvboost.models.rows import Rows
-
-LEAST_SHARED = 128  # tokens; below, attention in two parts costs more than it saves
 
 
 @dataclass(eq=False)
@@ -22,16 +21,11 @@ class Owner:
     num_ready: int = 0
     names: tuple[PrefixKey, ...] = ()  # of its exact chunks, once it is known
 
-    @property
-    def num_shareable(self) -> int:
-        """Rows that can be shared now."""
-        return self.num_ready if self.rows is None else min(self.num_ready, self.rows.num_shareable)
-
     def close(self) -> None:
         """Give its rows back, if it has any."""
         rows, self.rows = self.rows, None
         if rows is not None:
-            rows.close()
+            rows.release()
 
 
 class LivePrompts:
@@ -67,4 +61,4 @@ class LivePrompts:
             alike, num_alike = self._owners[key.prefix], span.stop
         if num_alike < LEAST_SHARED:
             return None, 0
-        return max(alike, key=lambda owner: min(num_alike, owner.num_shareable)), num_alike
+        return max(alike, key=lambda owner: min(num_alike, owner.num_ready)), num_alike

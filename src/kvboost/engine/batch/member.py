@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvboost.build import Parts
 from kvboost.core import Chunk, ChunkKeys, FinishReason, Sampling, Span
@@ -49,8 +49,8 @@ class Member:
     note: str = ""
     joined_at: float = 0.0  # for the first time
     context: list[int] = field(init=False)  # what is prefilled: the prompt, and earlier output
-    first_prefill: Prefilled[Any] | None = None  # for reports, without rows
-    prefilled: Prefilled[Rows] | None = None  # None before it joins, and while it is preempted
+    first_prefill: Prefilled | None = None  # for reports
+    prefilled: Prefilled | None = None  # None before it joins, and while it is preempted
     pending: list[int] = field(default_factory=list)  # positions of the context, in order
     is_decoding: bool = False
     was_beside: bool = False  # others, while its prompt was computed
@@ -85,18 +85,17 @@ class Member:
     def rows(self) -> Rows:
         """Its K/V."""
         assert self.prefilled is not None
-        return self.prefilled.slots
+        return self.prefilled.rows
 
     @property
     def num_computed(self) -> int:
         """Tokens from the first on whose K/V is there."""
         return self.pending[0] if self.pending else self.rows.length
 
-    def start(self, prefilled: Prefilled[Rows]) -> None:
+    def start(self, prefilled: Prefilled) -> None:
         """Join the batch."""
         self.prefilled, self.pending = prefilled, list(prefilled.pending)
-        if self.first_prefill is None:
-            self.first_prefill = replace(cast("Prefilled[Any]", prefilled), slots=None)
+        self.first_prefill = self.first_prefill or prefilled
         self.note_ready()
 
     def suspend(self) -> None:
@@ -121,14 +120,8 @@ class Member:
         if positions[-1] - positions[0] + 1 == len(positions):
             places = range(positions[0], positions[-1] + 1)
         assert self.prefilled is not None
-        before = self.rows.num_shared
-        piece = Span(positions[0], positions[-1] + 1)
-        spans = _within(self.prefilled.corrected, piece)
-        self.rows.own.correct(
-            [Span(span.start - before, span.stop - before) for span in spans],
-            [place - before for place in positions],
-        )
-        return Segment(self.rows, [self.context[place] for place in places], places)
+        spans = _within(self.prefilled.corrected, Span(positions[0], positions[-1] + 1))
+        return Segment(self.rows, [self.context[place] for place in places], places, spans)
 
     def accept(self, choice: Choice) -> None:
         """Go on with a token, tell the caller, and see whether it was the last one."""
