@@ -121,7 +121,8 @@ def build_store(
     deadline_s = options.tier_deadline_ms / 1e3
     tiers = TierStack(memory, medium, metrics, deadline_s)
     if isinstance(medium, PooledChunks) and pool is not None:
-        pool.evict, pool.pinned_bytes = tiers.make_room, memory.pinned_bytes
+        pool.evict = tiers.make_room
+        pool.pinned = lambda: [run for chunk in memory.pinned() for run in chunk.rows or ()]
     store = ChunkStore(ChunkIndex() if index is None else index, tiers, codec, metrics)
     try:
         for opener in openers(options.tier_urls, options.max_disk_bytes, 2 * deadline_s):

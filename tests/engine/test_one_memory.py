@@ -80,6 +80,20 @@ def test_a_request_runs_although_the_pool_is_full_of_pins() -> None:
         assert engine.generate([*pinned, 5], 1).cached_tokens == 320
 
 
+def test_chunks_of_a_running_request_that_wait_to_be_written_are_counted_once() -> None:
+    prompt, begun = words(300, seed=2), threading.Event()
+    with engine_of(num_blocks=40, block_size=16) as engine:
+        first = engine.submit(prompt, greedy(300), listener=lambda _: begun.set())
+        assert begun.wait(WAIT_S)
+        memory, batch = engine._parts.store.tiers.memory, engine._front._batch
+        running = [(each.rows, each.num_reserved) for each in batch._running]
+        before = engine._parts.pool.room(running)
+        assert sum(map(memory.hold, list(memory._chunks))) > 10
+        assert engine._parts.pool.room(running) >= before - 16
+        assert engine._parts.pool.room([]) < 640 - 160
+        first.cancel()
+
+
 def test_a_chunk_that_is_read_outlives_its_eviction() -> None:
     with engine_of() as engine:
         engine.generate(words(256, seed=3), 1)

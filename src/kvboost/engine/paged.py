@@ -49,9 +49,7 @@ class CPUPagedEngine(KVBoost):
         super().__init__(model, tokenizer, adapters=adapters, backend="paged", **own)
 
     def paged_stats(self) -> dict[str, int]:
-        """Blocks and bytes in use, blocks saved by sharing, and blocks copied; returns at once.
-
-        A block is copied when a request writes into a block that others share.
+        """Blocks and bytes in use, cached, free and saved by sharing; returns at once.
 
         Example:
             >>> stats = engine.paged_stats()

@@ -42,8 +42,8 @@ class BlockPool:
         self.dtype: torch.dtype = getattr(torch, geometry.dtype)
         self.evict: Callable[[int], bool] = lambda num_bytes: False
         """Asks for stored chunks of so many bytes to be evicted; whether any were."""
-        self.pinned_bytes: Callable[[], int] = lambda: 0
-        """Bytes of stored chunks that cannot be evicted now."""
+        self.pinned: Callable[[], Sequence[Run]] = lambda: ()
+        """Rows of stored chunks that cannot be evicted now."""
         self._lock = threading.RLock()  # a garbage collection inside may drop chunks
         self._holders = np.zeros(num_blocks, np.int32)  # running requests
         self._kept = np.zeros(num_blocks, np.int32)  # stored chunks
@@ -85,9 +85,9 @@ class BlockPool:
         """
         members = list(running)
         more = sum(self.blocks_for(max(0, most - rows.capacity)) for rows, most in members)
-        held = np.unique(np.concatenate([np.arange(0), *(rows.blocks for rows, _ in members)]))
-        pinned = -(-self.pinned_bytes() // max(1, self.block_bytes))
-        return (self.num_blocks - len(held) - more - pinned) * self.block_size
+        held = [self.blocks_of(self.pinned()), *(rows.blocks for rows, _ in members)]
+        num_held = len(np.unique(np.concatenate(held)))
+        return (self.num_blocks - num_held - more) * self.block_size
 
     def blocks_for(self, num_rows: int) -> int:
         """Blocks that so many rows take."""

@@ -161,13 +161,12 @@ class MemoryTier:
         """What one tenant holds of the budget."""
         return self._held_bytes.get(owner, 0)
 
-    def pinned_bytes(self) -> int:
-        """Bytes that may not leave now: pinned, or waiting to be written below."""
+    def pinned(self) -> list[StoredChunk]:
+        """Chunks that may not leave now: pinned, or held."""
         with self._lock:
             now = self._clock()
-            pinned = [key for key, until in self._pinned_until.items() if until > now]
-            others = (key for key in pinned if key not in self._holds)
-            return self._on_hold_bytes + sum(self._chunks[key].nbytes for key in others)
+            keys = {key for key, until in self._pinned_until.items() if until > now}
+            return [self._chunks[key] for key in keys | self._holds.keys() if key in self._chunks]
 
     @property
     def num_pinned(self) -> int:
