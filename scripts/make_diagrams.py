@@ -153,7 +153,9 @@ def stages() -> str:
 
 def tiers() -> str:
     """Where K/V lies, how it comes up and goes down."""
-    drawing = Drawing("Tiers: hits are copied up, new K/V is written down after the output", 330)
+    drawing = Drawing(
+        "Tiers: hits are loaded into memory, new K/V is written down by other threads", 330
+    )
     drawing.box(250, 20, 280, 46, "the engine prefills a prompt")
     drawing.box(150, 108, 480, 54, "memory", "always there: max_cache_bytes")
     drawing.box(40, 218, 340, 62, "disk", "survives a restart: disk_cache_dir")
@@ -166,7 +168,7 @@ def tiers() -> str:
         drawing.arrow((x, low), (x, high))
         drawing.arrow((x + 40, high), (x + 40, low))
         drawing.text(x - 10, (low + high) / 2 + 5, words, "small end")
-        behind = "stored" if low == 108 else "written after the output"
+        behind = "stays" if low == 108 else "written in the background"
         drawing.text(x + 50, (low + high) / 2 + 5, behind, "small")
     bound = (
         "A dead tier is a miss after tier_deadline_ms; of a slow one, what arrives in time is used."
