@@ -57,6 +57,7 @@ check: lint
 long:
     {{python}} -m pytest -q -m long
     KVBOOST_TEST_FAULTS=200 {{python}} -m pytest -q tests/engine/test_faults*.py
+    KVBOOST_TEST_FORGED=100000 {{python}} -m pytest -q tests/server/test_forged_frames.py
     KVBOOST_TEST_BODIES=20000 {{python}} -m pytest -q tests/server/test_random_bodies.py
     KVBOOST_TEST_DOCUMENTED=100 {{python}} -m pytest -q tests/server/test_documented_api.py
 

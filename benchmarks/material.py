@@ -9,7 +9,14 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from get_model import get_model
 
@@ -60,3 +67,37 @@ def stream(tokenizer: Any, num_tokens: int, seed: int) -> list[int]:
             break
         tokens += tokenizer("\n\n" + page, add_special_tokens=False).input_ids
     return tokens[:num_tokens]
+
+
+def tall() -> LlamaForCausalLM:
+    """A model with the K/V of an 8B model (128 KB a token in fp32) and few weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=32,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=262144,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+class NoWords:
+    """A tokenizer for token ids alone, which the tall model has."""
+
+    chat_template = None
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        return " ".join(map(str, tokens))
+
+    batch_decode = staticmethod(lambda rows, **_: [" ".join(map(str, row)) for row in rows])
+
+
+def random_tokens(num_tokens: int, seed: int) -> list[int]:
+    """Token ids for the tall model."""
+    chance = random.Random(seed)
+    return [chance.randrange(5, 500) for _ in range(num_tokens)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import random
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 from kvboost import KVBoost
 from kvboost.models.pool import BlockPool
-from material import DTYPES, model, stream, tokenizer
+from material import DTYPES, NoWords, model, random_tokens, stream, tall, tokenizer
 from measure import ratio, seconds
 from stalls import Stream
 
@@ -41,11 +40,11 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name in options.model:
         words = None if name == TALL else tokenizer(name)
-        host = _tall() if words is None else model(name, DTYPES[options.dtype])
+        host = tall() if words is None else model(name, DTYPES[options.dtype])
         with tempfile.TemporaryDirectory() as folder:
             tiers: Any = {"disk_cache_dir": folder} if options.streams else {}
             tiers["max_cache_bytes"] = int(options.cache_gib * GIB)
-            with KVBoost(copy.deepcopy(host), words or _NoWords(), **tiers) as engine:
+            with KVBoost(copy.deepcopy(host), words or NoWords(), **tiers) as engine:
                 for length in options.lengths:
                     rows.append(_hits(engine, host, words, length, options))
                     print(rows[-1], flush=True)
@@ -56,38 +55,10 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-class _NoWords:
-    """A tokenizer for token ids alone."""
-
-    chat_template = None
-
-    def decode(self, tokens: list[int], **_: object) -> str:
-        return " ".join(map(str, tokens))
-
-    batch_decode = staticmethod(lambda rows, **_: [" ".join(map(str, row)) for row in rows])
-
-
-def _tall() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=32,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=128,
-        max_position_embeddings=262144,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 def _tokens(words: Any, num_tokens: int, seed: int) -> list[int]:
     if words is not None:
         return stream(words, num_tokens, seed=seed)
-    chance = random.Random(seed)
-    return [chance.randrange(5, 500) for _ in range(num_tokens)]
+    return random_tokens(num_tokens, seed)
 
 
 @contextmanager
@@ -115,8 +86,7 @@ def _hits(
     prefix = _tokens(words, length, seed=length)
     engine.generate(prefix, 1)
     engine.flush()
-    in_place = DynamicCache(config=host.config)
-    host(input_ids=torch.tensor([prefix]), past_key_values=in_place, logits_to_keep=1)
+    in_place = _filled(host, length)
     ours, bare, copied_bytes = [], [], 0
     for turn in range(options.rounds + 1):
         live = _tokens(words, options.live, seed=10_000 + turn)
@@ -145,6 +115,17 @@ def _hits(
         **ratio(ours[1:], bare[1:]),
         "copied_bytes": copied_bytes,
     }
+
+
+def _filled(host: Any, length: int) -> DynamicCache:
+    """K/V of so many tokens; that it is of no text makes no forward faster."""
+    cache = DynamicCache(config=host.config)
+    host(input_ids=torch.tensor([[5]]), past_key_values=cache, logits_to_keep=1)
+    for layer in cache.layers:
+        shape = (*layer.keys.shape[:2], length, layer.keys.shape[3])
+        layer.keys = torch.randn(shape, dtype=layer.keys.dtype)
+        layer.values = torch.randn(shape, dtype=layer.values.dtype)
+    return cache
 
 
 def _beside_streams(

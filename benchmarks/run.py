@@ -42,6 +42,7 @@ import quantised
 import restart
 import route
 import scale
+import sessions
 import shared
 import soak
 import speculation
@@ -64,6 +65,7 @@ QUESTIONS = {
     "codecs": quantised,
     "mixed": mixed,
     "multiturn": multiturn,
+    "sessions": sessions,
     "speculation": speculation,
     "threads": threads,
     "restart": restart,

@@ -259,7 +259,8 @@ class Soak:
     ) -> tuple[int, str]:
         body = b'{"prompt": "' + b"x" * OVERSIZE_BYTES + b'"}'
         with contextlib.suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
-            reply = await client.post(CHAT, content=body)
+            headers = {"Content-Type": "application/json"}
+            reply = await client.post(CHAT, content=body, headers=headers)
             return _refused(kind, reply)
         return ABORTED, ""
 

@@ -54,7 +54,7 @@ def prompt(item: Item, tokenizer: Any) -> str:
 
 def f1(text: str, answers: list[str]) -> float:
     """Token F1 against the best of the right answers, as SQuAD counts it."""
-    return max(_f1(_words(text), _words(answer)) for answer in answers)
+    return max(_f1(scored(text), scored(answer)) for answer in answers)
 
 
 def _f1(said: list[str], right: list[str]) -> float:
@@ -62,7 +62,8 @@ def _f1(said: list[str], right: list[str]) -> float:
     return 2 * shared / (len(said) + len(right)) if shared else 0.0
 
 
-def _words(text: str) -> list[str]:
+def scored(text: str) -> list[str]:
+    """The words of an answer that count."""
     text = text.lower().translate(str.maketrans("", "", string.punctuation))
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
 

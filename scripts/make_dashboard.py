@@ -145,6 +145,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
                 (per_second("kvboost_generated_tokens_total"), "generated"),
                 (per_second("kvboost_prompt_tokens_total"), "prompt"),
                 (per_second("kvboost_warmed_tokens_total"), "warmed"),
+                (per_second("kvboost_promoted_tokens_total"), "promoted"),
             ],
         ),
         series(

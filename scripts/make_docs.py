@@ -46,9 +46,9 @@ def moved_quality() -> str:
     num_prompts = sum(run["prompts"] for run in runs)
     top1, kl = ([run[name] for run in runs] for name in ("top1", "kl"))
     return (
-        f"In {len(runs)} runs over {num_prompts} prompts (models up to 1.5B, bf16, default repair),"
-        f" {100 * min(top1):.0f} to {100 * max(top1):.0f} % of output tokens agree with a full "
-        f"prefill (top-1, by run), mean KL divergence is {min(kl):.3f} to {max(kl):.3f}, and "
+        f"In {len(runs)} runs over {num_prompts} prompts (models up to 1.5B, bf16 or fp32, default "
+        f"repair), {100 * min(top1):.0f} to {100 * max(top1):.0f} % of output tokens agree with a "
+        f"full prefill (top-1, by run), mean KL divergence is {min(kl):.3f} to {max(kl):.3f}, and "
         f"{sum(run['num_same'] for run in runs)} of {num_prompts} outputs are identical."
     )
 
@@ -147,7 +147,7 @@ def _default_repairs() -> list[dict[str, Any]]:
         {
             **row,
             "where": "",
-            "num_same": round(row["same_answer"] * row["prompts"]),
+            "num_same": round(row["same_text"] * row["prompts"]),
             "share": row["time_share"],
         }
         for row in _rows("quality")

@@ -15,11 +15,11 @@ from unittest import mock
 from fastapi.routing import APIRoute
 
 from kvboost.cli.main import make_parser
-from kvboost.config import MIB, Options
+from kvboost.config import Options
 from kvboost.server.app import Endpoints
 from kvboost.server.documented import STATUSES, DocumentedApp
 from kvboost.server.metrics import METRICS
-from kvboost.server.options import PREFIX, ServerOptions
+from kvboost.server.options import PREFIX, ServerOptions, in_units
 
 REFERENCE_OF_SERVE = "Its flags are [a page of their own](server-options.md)."
 PLAIN = {
@@ -148,7 +148,7 @@ def _default(option: dataclasses.Field[Any]) -> str:
     if value in (None, "", ()):
         return ""
     if option.name.endswith("_bytes"):
-        return f"`{value // MIB}MiB`"
+        return f"`{in_units(value)}`"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 

@@ -26,6 +26,7 @@ from kvboost.engine.results import (
 )
 from kvboost.errors import ConfigError, DeadlineExceeded, QueueFull
 from kvboost.server.app import make_app
+from kvboost.server.edge import Limits, protocol
 from kvboost.server.keys import KeyRing
 from kvboost.server.options import ServerOptions
 from kvboost.server.plans import Served
@@ -88,6 +89,7 @@ class FakeEngine:
         self.tickets: list[Ticket] = []
         self.warmed: list[Any] = []
         self.is_closed = False
+        self.busy_s = 0.0
 
     def submit(
         self,
@@ -103,7 +105,7 @@ class FakeEngine:
     ) -> Ticket:
         if sum(not ticket.future.done() for ticket in self.tickets) >= self.max_running:
             raise QueueFull("the queue is full")
-        ticket = Ticket()
+        ticket = Ticket(threading.Event())
         self.tickets.append(ticket)
         call = {"prompt": list(prompt), "sampling": sampling, "reuse": reuse, "tenant": tenant}
         call["adapter"] = adapter
@@ -134,6 +136,9 @@ class FakeEngine:
 
     def chunks(self, tenant: str, limit: int) -> list[dict[str, Any]]:
         return [{"key": "ab", "tenant": tenant}][:limit]
+
+    def arrangement(self, order: str, tenant: str, adapter: str | None) -> None:
+        """Documents stay where they are; the real one is tested behind the API."""
 
     def pin(self, tokens: list[int], *, tenant: str, ttl_s: float | None) -> int:
         self.calls.append({"pinned": tokens, "tenant": tenant, "ttl_s": ttl_s})
@@ -231,6 +236,7 @@ class Stand:
         bound = socket.create_server(("127.0.0.1", 0))
         config = uvicorn.Config(
             self.app,
+            http=protocol(Limits.of(self.options)),
             log_config=None,
             access_log=False,
             ws="none",

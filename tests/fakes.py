@@ -209,8 +209,11 @@ class WordTokenizer:
     def get_vocab(self) -> dict[str, int]:
         return {str(number): number for number in range(512)}
 
-    def apply_chat_template(self, messages: list[dict], **_: object) -> dict[str, list[int]]:
-        return {"input_ids": [n for m in messages for n in (3, *self(m["content"]).input_ids, 4)]}
+    def apply_chat_template(
+        self, messages: list[dict], *, tokenize: bool = True, **_: object
+    ) -> str | dict[str, list[int]]:
+        text = " ".join(f"3 {message['content']} 4" for message in messages)
+        return {"input_ids": self(text).input_ids} if tokenize else text
 
 
 def words(num_tokens: int, seed: int = 0) -> list[int]:

@@ -15,17 +15,19 @@ PARTS = {
     "connectors": "connectors",
     "bench": "bench",
     "analyze": "fleet",
+    "probe": "probe",
     "fleet": "fleet",
     "routing": "fleet",
     "integrations": "integrations",
 }
 MAX_LINES = {
-    "library": 10_350,
-    "application": 5_450,
+    "library": 11_080,
+    "application": 6_000,
     "weights": 800,
-    "connectors": 1_710,
+    "connectors": 1_715,
     "bench": 5_350,
     "fleet": 1_800,
+    "probe": 1_100,
     "integrations": 150,
 }
 
@@ -78,13 +80,7 @@ def test_every_module_says_what_it_is_for() -> None:
 
 def test_deciding_modules_load_without_torch() -> None:
     names = ["core", "config", "metrics", "reuse.chunks", "reuse.keys", "reuse.lookup"]
-    names += [
-        "reuse.run",
-        "reuse.repair.none",
-        "reuse.repair.sampled",
-        "tiers.memory",
-        "tiers.index",
-    ]
+    names += ["reuse.run", "reuse.repair", "tiers.memory", "tiers.index"]
     names += ["policy.cost", "policy.guard", "connectors.vllm.scheduler_side"]
     imports = "; ".join(f"import kvboost.{name}" for name in names)
     check = f"import sys; {imports}; import kvboost; sys.exit('torch' in sys.modules)"
@@ -92,5 +88,6 @@ def test_deciding_modules_load_without_torch() -> None:
 
 
 def test_inner_packages_hold_a_docstring_only() -> None:
-    inits = set(SRC.rglob("*/__init__.py")) - {SRC / "connectors/vllm/__init__.py"}  # vLLM's entry
+    entries = {SRC / "connectors/vllm/__init__.py", SRC / "probe/__init__.py"}  # of others' code
+    inits = set(SRC.rglob("*/__init__.py")) - entries
     assert [str(path) for path in inits if len(ast.parse(path.read_text()).body) > 1] == []

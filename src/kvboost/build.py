@@ -6,6 +6,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
 from kvboost.codecs.base import Codec
+from kvboost.codecs.frame import MAX_HEAD_BYTES
 from kvboost.codecs.host import HostFrames
 from kvboost.codecs.kivi import Int4Codec, Int8Codec
 from kvboost.codecs.raw import RawCodec
@@ -19,11 +20,7 @@ from kvboost.models.pool import BlockPool
 from kvboost.models.pooled import PooledChunks
 from kvboost.policy.cost import CostModel
 from kvboost.policy.guard import QualityGuard
-from kvboost.reuse.repair.base import Repair
-from kvboost.reuse.repair.none import NoRepair
-from kvboost.reuse.repair.sampled import SampledRepair
-from kvboost.reuse.repair.scored import ScoredRepair
-from kvboost.reuse.repair.selective import SelectiveRepair
+from kvboost.reuse.repair import NoRepair, Repair, SampledRepair, ScoredRepair, SelectiveRepair
 from kvboost.tiers.base import Medium
 from kvboost.tiers.index import ChunkIndex
 from kvboost.tiers.memory import MemoryTier
@@ -91,7 +88,9 @@ def build(options: Options, model: HFModel, boundaries: Set[int]) -> Parts:
         store=build_store(options, model.geometry, metrics, pool=pool),
         repairs={0.0: NoRepair(), **repairs},
         cost=CostModel(),
-        guard=QualityGuard(options.quality_budget, tuple(repairs), options.audit_ratio),
+        guard=QualityGuard(
+            options.quality_budget, tuple(repairs), options.audit_ratio, options.changed_budget
+        ),
         metrics=metrics,
     )
 
@@ -125,7 +124,11 @@ def build_store(
         pool.pinned = lambda: [run for chunk in memory.pinned() for run in chunk.rows or ()]
     store = ChunkStore(ChunkIndex() if index is None else index, tiers, codec, metrics)
     try:
-        for opener in openers(options.tier_urls, options.max_disk_bytes, 2 * deadline_s):
+        # Chunks end at the boundary that is nearest to their size.
+        largest_bytes = codec.size(2 * options.chunk_size) + MAX_HEAD_BYTES
+        disk_bytes, timeout_s = options.max_disk_bytes, 2 * deadline_s
+        secret = options.cache_secret
+        for opener in openers(options.tier_urls, disk_bytes, timeout_s, largest_bytes, secret):
             tiers.add_below(opener, store.adopt)
     except ConfigError:
         tiers.close()

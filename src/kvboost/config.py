@@ -18,11 +18,16 @@ MIB = 2**20
 BUSY_SHARE = 0.5  # of the cores, in use by others
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?)B|B)?")
 POWERS = {None: 0, "K": 1, "M": 2, "G": 3, "T": 4}
+LEAST_SECRET = 16  # characters
 EXACT_BITS = 16  # of `kv_cache_bits`: as the model computes it, whatever its dtype
 
 
 STRATEGIES = ("sampled", "selective", "cacheblend", "query", "sensitivity", "none")
 """How to repair moved text; docs/concepts/exact-and-moved.md compares cost and quality."""
+
+
+COMPANIES = ("any", "same")
+"""Which copies of moved text may be used, by what they were computed after."""
 
 
 BACKENDS = ("auto", "paged")
@@ -67,11 +72,27 @@ class Options:
         default=0,
         metadata=about("tokens that 'selective' repairs at its end (measured: no gain)", low=0),
     )
+    company: str = field(
+        default="any",
+        metadata=about(
+            "moved text to use: 'any', or 'same': only copies whose preceding text is all in "
+            "this prompt, too"
+        ),
+    )
     quality_budget: float = field(
         default=0.05,
         metadata=about(
             "largest mean KL divergence from a full prefill with 'auto', in nats per output token",
             low=0.0,
+        ),
+    )
+    changed_budget: float = field(
+        default=1.0,
+        metadata=about(
+            "largest share of outputs on moved text that a full prefill would word differently, "
+            "by audits; 1: no limit",
+            low=0.0,
+            high=1.0,
         ),
     )
     audit_ratio: float = field(
@@ -80,6 +101,12 @@ class Options:
             "share of requests with moved text to audit in idle time, after the first few",
             low=0.0,
             high=1.0,
+        ),
+    )
+    promote: bool = field(
+        default=True,
+        metadata=about(
+            "after an answer on moved text, prefill its prompt and output exactly in idle time"
         ),
     )
     chunk_size: int = field(default=128, metadata=about("tokens per chunk", low=8, high=4096))
@@ -115,6 +142,14 @@ class Options:
         metadata=about(
             "tiers below memory, nearest first, separated by spaces: file:///folder, "
             "redis://host:port, rediss://, unix://, mooncake://host:port"
+        ),
+    )
+    cache_secret: str | None = field(
+        default=None,
+        repr=False,
+        metadata=about(
+            "secret of the processes that share a cache, 16 characters or more: frames are signed "
+            "with it, others ignored"
         ),
     )
     tier_deadline_ms: int = field(
@@ -189,12 +224,10 @@ class Options:
                 f"recompute_strategy={self.recompute_strategy!r}: expected one of "
                 f"{', '.join(STRATEGIES)}"
             )
-        if self.backend not in BACKENDS:
-            raise ConfigError(f"backend={self.backend!r}: expected one of {', '.join(BACKENDS)}")
-        for name in ("disk_cache_dir", "cache_url"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, str | os.PathLike) and str(value)):
-                raise ConfigError(f"{name}={value!r}: expected None or a non-empty text")
+        for name, allowed in (("company", COMPANIES), ("backend", BACKENDS)):
+            if (value := getattr(self, name)) not in allowed:
+                raise ConfigError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
+        self._check_texts()
         if self.kv_cache_bits not in (EXACT_BITS, 8, 4):
             raise ConfigError(f"kv_cache_bits={self.kv_cache_bits!r}: expected 16, 8 or 4")
         if self.deterministic and self.kv_cache_bits != EXACT_BITS:
@@ -216,6 +249,15 @@ class Options:
                 f"{self.piece_tokens}, chunks of {self.chunk_size}"
             )
 
+    def _check_texts(self) -> None:
+        for name in ("disk_cache_dir", "cache_url"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str | os.PathLike) and str(value)):
+                raise ConfigError(f"{name}={value!r}: expected None or a non-empty text")
+        secret = self.cache_secret
+        if secret is not None and (not isinstance(secret, str) or len(secret) < LEAST_SECRET):
+            raise ConfigError(f"cache_secret=***: expected at least {LEAST_SECRET} characters")
+
     @property
     def tier_urls(self) -> str:
         """All tiers below memory, nearest first."""
@@ -232,8 +274,11 @@ class OptionValues(TypedDict, total=False):
     recompute_ratio: float
     recompute_overlap: int
     recompute_tail: int
+    company: str
     quality_budget: float
+    changed_budget: float
     audit_ratio: float
+    promote: bool
     chunk_size: int
     chunk_boundary_window: int
     max_cache_bytes: int | str
@@ -242,6 +287,7 @@ class OptionValues(TypedDict, total=False):
     disk_cache_dir: str | None
     max_disk_bytes: int | str
     cache_url: str | None
+    cache_secret: str | None
     tier_deadline_ms: int
     max_chunks: int | None
     deterministic: bool

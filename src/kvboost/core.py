@@ -6,6 +6,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any, Literal, NewType, Protocol, TypeAlias
 
 from kvboost.errors import ConfigError
@@ -31,6 +32,11 @@ ReuseMode = Literal["off", "exact", "auto"]
 
 FinishReason = Literal["stop", "length"]
 """Why an output ended: an end token, stop text or grammar; or the limit of new tokens."""
+
+
+def prefix_key(parent: FrameKey, tokens: bytes) -> PrefixKey:
+    """Name a chunk by its tokens and the name of what stands before it."""
+    return PrefixKey(sha256(parent + tokens).digest())
 
 
 def percent(part: float, whole: float) -> str:

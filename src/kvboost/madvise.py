@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import sys
 from functools import cache
 from typing import Any
 
 WILLNEED, DONTNEED = 3, 4
 POPULATE_READ, POPULATE_WRITE = 22, 23  # from Linux 5.14 on
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+
+
+def reserve(num_bytes: int) -> mmap.mmap:
+    """Zeros whose pages are taken only as they are written.
+
+    The system does not count them before: otherwise two pools of half the memory would be one
+    mapping too large for `fork`.
+    """
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+        return mmap.mmap(-1, num_bytes)
+    memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # blocks and frames are given back page by page
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return memory
 
 
 def madvise(address: int, num_bytes: int, advice: int) -> int:

@@ -17,6 +17,7 @@ NAMES = {
     "audits": "answers on moved K/V that were compared with full prefill",
     "misses": "chunks that had to be computed",
     "warmed_tokens": "tokens computed ahead of any request",
+    "promoted_tokens": "tokens answered on moved K/V that were prefilled exactly in idle time",
     "stored_chunks": "chunks put into the store",
     "evicted_chunks": "chunks that left the store to keep its budget",
     "loaded_chunks": "chunks brought into memory from a tier below it",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,14 +77,15 @@ class Job:
     came_at: int = 0
     joined_at: float = 0
     num_passed: int = 0
-    pending: list[int] = field(default_factory=list)
+    is_prefilling: bool = False
+    guest: None = None
 
     num_preempted: int = 0
     grows: int = 0  # tokens a step
 
     def __post_init__(self) -> None:
         self.request = SimpleNamespace(tenant=self.tenant)
-        self.rows = SimpleNamespace(num_shared=0)
+        self.rows = SimpleNamespace(num_shared=0, is_private=False)
 
     @property
     def num_reserved(self) -> int:
@@ -100,7 +101,7 @@ class Scheduler:
 
     def __init__(self, max_batch_size: int = 8) -> None:
         self.running: list[Any] = []
-        pool = SimpleNamespace(room=lambda sizes: POOL - sum(most for _, most in sizes))
+        pool = SimpleNamespace(room=lambda sizes, leaving: POOL - sum(most for _, most in sizes))
         parts: Any = SimpleNamespace(
             options=SimpleNamespace(max_batch_size=max_batch_size),
             model=SimpleNamespace(is_alone=lambda _: False),
@@ -227,7 +228,7 @@ def test_a_large_request_is_not_starved_by_small_ones_of_others() -> None:
 
 def test_a_tenant_has_a_few_prefills_at_once_and_others_are_not_held_up_by_them() -> None:
     scheduler = Scheduler()
-    scheduler.add(*[Job("a", 10, 9, pending=[1] * 500) for _ in range(6)])
+    scheduler.add(*[Job("a", 10, 9, is_prefilling=True) for _ in range(6)])
     scheduler.step(is_full=True)
     assert len(scheduler.running) == MOST_PREFILLS
     scheduler.add(short := Job("b", 10))

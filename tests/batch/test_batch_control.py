@@ -6,7 +6,8 @@ import asyncio
 import gc
 import threading
 import time
-from concurrent.futures import CancelledError
+from collections import Counter
+from concurrent.futures import CancelledError, Future
 
 import pytest
 
@@ -20,11 +21,11 @@ from batching import (
     gate_of,
     greedy,
     running,
+    wait_until,
 )
 from fakes import WordTokenizer, words
 from kvboost import ConfigError, KVBoost, KVBoostError
 from kvboost.core import Sampling
-from kvboost.engine.batch.ticket import Ticket
 from kvboost.engine.results import Delta
 from kvboost.errors import DeadlineExceeded, QueueFull, UnsupportedModel
 from tiny_models import REFUSED, build
@@ -200,10 +201,10 @@ def test_a_listener_that_calls_the_engine_is_told_and_not_left_waiting(engine: K
 def test_an_interrupted_batch_call_stops_its_requests(
     engine: KVBoost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(ticket: Ticket, timeout_s: float | None = None) -> None:
+    def interrupted(reply: Future[object], timeout: float | None = None) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Ticket, "result", interrupted)
+    monkeypatch.setattr(Future, "result", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate_batch([words(30), words(40)], 50_000)
     monkeypatch.undo()
@@ -299,3 +300,35 @@ def test_a_model_without_reuse_has_no_batch_and_answers_one_by_one() -> None:
             engine.submit(words(20), greedy(2))
         results = engine.generate_batch([words(20), words(30)], 4)
         assert [len(result.token_ids) for result in results] == [4, 4]
+
+
+def test_a_tenant_with_many_answers_sits_steps_out_beside_one_with_few() -> None:
+    def run(tenant: str) -> float:
+        """Tokens of each of eight answers while another tenant's answer has fifty."""
+        heard: Counter[str] = Counter()
+        with engine_of(max_batch_size=16) as engine:
+            crowd = [
+                engine.submit(words(20, seed=number), ENDLESS, tenant="crowd",
+                              listener=lambda _: heard.update(["crowd"]))
+                for number in range(8)
+            ]  # fmt: skip
+            wait_until(lambda: heard["crowd"] > 80)
+            before = heard["crowd"]
+            engine.submit(words(20, seed=50), greedy(50), tenant=tenant).result(WAIT_S)
+            for ticket in crowd:
+                ticket.cancel()
+            return (heard["crowd"] - before) / 8
+
+    together, apart = run("crowd"), run("other")
+    assert together > 40 and apart < 0.75 * together
+
+
+def test_a_guest_of_another_tenant_does_not_stop_the_batch() -> None:
+    heard: list[Delta] = []
+    with engine_of() as engine:
+        ticket = engine.submit(words(20), ENDLESS, tenant="batch", listener=heard.append)
+        wait_until(lambda: len(heard) > 5)
+        before = len(heard)
+        engine.generate(words(20, seed=1), 40, tenant="guest", do_sample=True, min_new_tokens=40)
+        assert len(heard) - before > 20  # a token for each step of the guest, or almost
+        ticket.cancel()

@@ -80,6 +80,7 @@ def moved_answers(strategy: str, memory: str) -> list[tuple[int, ...]]:
         recompute_strategy=strategy,
         quality_budget=100.0,
         audit_ratio=1.0,
+        promote=False,
         num_blocks=120,
         block_size=7,
     ) as engine:

@@ -12,6 +12,7 @@ from kvboost import KVBoost
 from kvboost.core import Sampling
 from kvboost.engine.batch import member
 from kvboost.engine.results import Delta
+from kvboost.models.rows import Rows
 
 NEW_ROWS = 16
 NUM_NEW = 2 * NEW_ROWS + 10
@@ -123,6 +124,55 @@ def test_a_preempted_request_can_be_cancelled_or_late() -> None:
 
 
 @pytest.mark.tiny
+def test_rows_taken_by_others_neither_fail_nor_change_running_outputs() -> None:
+    """As a text that is warmed takes them: all that is free, in the middle of the outputs."""
+    prompts = prompts_of(3)
+    taken: list[Rows] = []
+    with engine_of(num_blocks=num_blocks_for(3, 16), block_size=16) as engine:
+        pool = engine._parts.pool
+
+        def take_all(delta: Delta) -> None:
+            if not taken:
+                pool.evict(pool.num_blocks * pool.block_bytes)
+                taken.append(Rows(pool, pool.num_free * pool.block_size))
+
+        tickets = [engine.submit(prompt, greedy(NUM_NEW), listener=take_all) for prompt in prompts]
+        assert answers(tickets) == [alone(prompt, NUM_NEW) for prompt in prompts]
+        assert taken[0].capacity > 0 and engine.batch_stats()["preemptions"] > 0
+
+
+@pytest.mark.tiny
+def test_a_request_without_room_beside_pins_has_memory_of_its_own_to_its_end() -> None:
+    prompt = words(40, seed=7)
+    with engine_of(num_blocks=14, block_size=16) as engine:
+        engine.warm(words(160, seed=8), pin=True)
+        assert engine._parts.pool.room([]) < len(prompt) + NUM_NEW
+        ticket = engine.submit(prompt, greedy(NUM_NEW))
+        assert answers([ticket]) == [alone(prompt, NUM_NEW)]
+
+
+@pytest.mark.tiny
+def test_a_request_whose_step_cannot_be_prepared_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts = prompts_of(3)
+    prepare = member.Member.next_segment
+
+    def fail_one(each: member.Member, most: int) -> object:
+        if each.request.tokens == prompts[1] and len(each.output) == 5:
+            raise RuntimeError("no room")
+        return prepare(each, most)
+
+    monkeypatch.setattr(member.Member, "next_segment", fail_one)
+    with engine_of() as engine:
+        first, bad, last = (engine.submit(prompt, greedy(NUM_NEW)) for prompt in prompts)
+        with pytest.raises(RuntimeError, match="no room"):
+            bad.result(WAIT_S)
+        assert answers([first, last]) == [alone(prompts[i], NUM_NEW) for i in (0, 2)]
+        assert are_all_free(engine)
+
+
+@pytest.mark.tiny
 def test_a_tenant_cannot_hold_all_places_and_all_room() -> None:
     num_small = 30
     with engine_of(max_batch_size=4, max_queue_size=8, num_blocks=60) as engine:
@@ -148,8 +198,11 @@ def test_a_tenant_cannot_hold_all_places_and_all_room() -> None:
 
 
 @pytest.mark.model
-def test_preempted_answers_of_a_real_model_are_the_answers_alone(smol: str) -> None:
-    num_new, num_requests = NEW_ROWS + 32, 16
+@pytest.mark.parametrize("num_requests", [6, pytest.param(16, marks=pytest.mark.long)])
+def test_preempted_answers_of_a_real_model_are_the_answers_alone(
+    smol: str, num_requests: int
+) -> None:
+    num_new = NEW_ROWS + 32
     with KVBoost.from_pretrained(
         smol, dtype="float32", num_blocks=4 * -(-(64 + num_new) // 16)
     ) as engine:

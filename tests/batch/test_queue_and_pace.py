@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvboost.core import ChunkKeys, PrefixKey, Span
 from kvboost.engine.batch.live import LEAST_SHARED, LivePrompts, Owner
-from kvboost.engine.batch.pace import LEAST_TOKENS, MOST_TOKENS, PROMPT_SHARE, Pace
-from kvboost.engine.batch.queue import FairQueue
+from kvboost.engine.batch.pace import LEAST_TOKENS, MOST_TOKENS, PROMPT_SHARE, SHARED_STEP_S, Pace
+from kvboost.engine.batch.queue import MOST_SKIPPED, FairQueue, StepTime
 
 
 @dataclass
@@ -150,8 +150,8 @@ def test_a_tenant_that_waits_is_served_no_less_than_any_other(tenants: str, size
 
 
 def test_without_answers_a_step_takes_as_much_of_the_prompts_as_it_can() -> None:
-    assert Pace().prompt_tokens(0, 5) == MOST_TOKENS
-    assert LEAST_TOKENS <= Pace().prompt_tokens(3, 1) < MOST_TOKENS
+    assert Pace().prompt_tokens(0, 5, is_shared=False) == MOST_TOKENS
+    assert LEAST_TOKENS <= Pace().prompt_tokens(3, 1, is_shared=False) < MOST_TOKENS
 
 
 def settled(decode_s: float, token_s: float, target_ms: int | None = None) -> Pace:
@@ -159,44 +159,55 @@ def settled(decode_s: float, token_s: float, target_ms: int | None = None) -> Pa
     pace = Pace(target_ms)
     for _ in range(100):
         pace.observe(decode_s, 8, 0)
-        num_prompt = pace.prompt_tokens(8, 1)
+        num_prompt = pace.prompt_tokens(8, 1, is_shared=False)
         pace.observe(decode_s + num_prompt * token_s, 8, num_prompt)
     return pace
 
 
 @pytest.mark.parametrize("token_s", [0.0002, 0.001, 0.0015])
 def test_by_default_prompts_get_their_share_of_each_step(token_s: float) -> None:
-    added_s = token_s * settled(0.1, token_s).prompt_tokens(8, 1)
+    added_s = token_s * settled(0.1, token_s).prompt_tokens(8, 1, is_shared=False)
     assert added_s == pytest.approx(PROMPT_SHARE * 0.1, rel=0.05)
 
 
 @pytest.mark.parametrize("target_ms", [200, 300, 500])
 def test_steps_are_filled_up_to_the_target(target_ms: int) -> None:
-    num_prompt = settled(0.1, 0.001, target_ms).prompt_tokens(8, 1)
+    num_prompt = settled(0.1, 0.001, target_ms).prompt_tokens(8, 1, is_shared=False)
     assert 0.1 + 0.001 * num_prompt == pytest.approx(target_ms / 1e3, rel=0.02)
 
 
 @pytest.mark.parametrize("target_ms", [1, 100, 101])
 def test_a_prompt_goes_on_though_decoding_alone_misses_the_target(target_ms: int) -> None:
-    assert settled(0.1, 0.01, target_ms).prompt_tokens(8, 1) == LEAST_TOKENS
+    assert settled(0.1, 0.01, target_ms).prompt_tokens(8, 1, is_shared=False) == LEAST_TOKENS
 
 
 def test_a_target_holds_however_many_wait_for_their_first_token() -> None:
     pace = settled(0.1, 0.001, target_ms=250)
-    assert pace.prompt_tokens(2, 8) == pace.prompt_tokens(8, 1)
+    assert pace.prompt_tokens(2, 8, is_shared=False) == pace.prompt_tokens(8, 1, is_shared=False)
 
 
 def test_a_slow_step_among_many_hardly_changes_the_next() -> None:
     pace = settled(0.1, 0.0005)
-    before = pace.prompt_tokens(8, 1)
+    before = pace.prompt_tokens(8, 1, is_shared=False)
     pace.observe(0.1 + 2 * before * 0.0005, 8, before)
-    assert pace.prompt_tokens(8, 1) >= 0.8 * before
+    assert pace.prompt_tokens(8, 1, is_shared=False) >= 0.8 * before
 
 
 def test_by_default_more_room_where_more_wait_for_their_first_token_than_for_a_next() -> None:
     pace = settled(0.1, 0.001)
-    assert pace.prompt_tokens(8, 8) == pace.prompt_tokens(8, 1)
-    assert pace.prompt_tokens(2, 8) > 3 * pace.prompt_tokens(8, 8)
+    assert pace.prompt_tokens(8, 8, is_shared=False) == pace.prompt_tokens(8, 1, is_shared=False)
+    assert pace.prompt_tokens(2, 8, is_shared=False) > 3 * pace.prompt_tokens(8, 8, is_shared=False)
+
+
+def test_steps_are_short_while_other_tenants_may_come() -> None:
+    pace = settled(0.1, 0.002)
+    assert pace.prompt_tokens(0, 8, is_shared=False) == MOST_TOKENS
+    assert 0.002 * pace.prompt_tokens(0, 8, is_shared=True) == pytest.approx(SHARED_STEP_S, rel=0.1)
+    beside_s = 0.1 + 0.002 * pace.prompt_tokens(1, 9, is_shared=True)
+    assert beside_s == pytest.approx(SHARED_STEP_S, rel=0.1)
+    assert pace.prompt_tokens(8, 8, is_shared=True) == pace.prompt_tokens(8, 8, is_shared=False)
+    streamed = settled(9.0, 0.002)  # reads its weights from a disk for each step
+    assert streamed.prompt_tokens(0, 8, is_shared=True) == MOST_TOKENS
 
 
 @given(
@@ -217,7 +228,11 @@ def test_whatever_was_measured_a_prompt_goes_on(
     for seconds, decoding, prompt in steps:
         if decoding or prompt:
             pace.observe(seconds, decoding, prompt)
-    assert LEAST_TOKENS <= pace.prompt_tokens(num_decoding, num_waiting) <= MOST_TOKENS
+    assert (
+        LEAST_TOKENS
+        <= pace.prompt_tokens(num_decoding, num_waiting, is_shared=False)
+        <= MOST_TOKENS
+    )
 
 
 def keys_of(names: str) -> list[ChunkKeys]:
@@ -266,3 +281,77 @@ def test_of_several_the_one_that_is_furthest_is_asked() -> None:
     for owner in (slow, fast):
         live.add(owner, keys_of("abc"))
     assert found(live, "abc")[0] is fast
+
+
+def steps(num_steps: int, costs: dict[str, tuple[float, int]]) -> dict[str, tuple[int, float]]:
+    """Steps and time of tenants, by what each adds to a step in seconds and tokens."""
+    clock, members = StepTime(), [member(tenant) for tenant in costs]
+    counts = dict.fromkeys(costs, 0)
+    passed_s = 0.0
+    used_s = dict.fromkeys(costs, 0.0)
+    for _ in range(num_steps):
+        tenants = [each.request.tenant for each in clock.in_turn(members)]
+        seconds = sum(costs[tenant][0] for tenant in tenants)
+        clock.charge(seconds, [(tenant, costs[tenant][1] * [0]) for tenant in tenants])
+        passed_s += seconds
+        for tenant in tenants:
+            counts[tenant] += 1
+            used_s[tenant] += costs[tenant][0]
+    return {tenant: (counts[tenant], used_s[tenant] / passed_s) for tenant in costs}
+
+
+def test_a_heavy_tenant_slows_a_light_one_by_half() -> None:
+    outcome = steps(200, {"light": (0.1, 1), "heavy": (0.9, 70)})
+    assert outcome["light"][0] == 200  # in each step
+    assert 0.4 < outcome["light"][1] < 0.6
+    for num_tenants in (3, 5):
+        light = {f"light{number}": (0.1, 1) for number in range(num_tenants - 1)}
+        many = steps(400, light | {"heavy": (0.9, 70)})
+        assert 0.5 / num_tenants < many["heavy"][1] < 2 / num_tenants
+
+
+def test_tenants_that_ask_for_the_same_share_all_steps() -> None:
+    outcome = steps(100, {"a": (0.1, 8), "b": (0.1, 8), "c": (0.11, 8)})
+    assert [num for num, _ in outcome.values()] == [100, 100, 100]
+    assert steps(100, {"a": (0.9, 70)}) == {"a": (100, 1.0)}
+
+
+def test_a_tenant_that_comes_late_has_no_claim_for_the_past() -> None:
+    clock, early, late = StepTime(), [member("a"), member("b")], member("late")
+    for _ in range(100):
+        clock.charge(1.0, [(each.request.tenant, [0]) for each in clock.in_turn(early)])
+    turns = []
+    for _ in range(20):
+        tenants = {each.request.tenant for each in clock.in_turn([*early, late])}
+        clock.charge(1.0, [(tenant, [0]) for tenant in tenants])
+        turns.append(tenants)
+    assert turns[:2] == 2 * [{"late"}] and all(len(tenants) == 3 for tenants in turns[2:])
+
+
+def test_a_tenant_that_comes_again_and_again_is_no_newcomer() -> None:
+    clock, old, again = StepTime(), member("old"), member("again")
+    old_s = 0.0
+    for number in range(99):
+        present = [old, again] if number % 3 else [old]
+        tenants = {each.request.tenant for each in clock.in_turn(present)}
+        clock.charge(1.0, [(tenant, [0]) for tenant in tenants])
+        old_s += 1.0 / len(tenants) if "old" in tenants else 0.0
+    assert old_s > 0.45 * 99  # a newcomer each time, the other would have two thirds
+
+
+def test_a_tenant_that_used_an_idle_engine_owes_nothing() -> None:
+    clock, heavy, other = StepTime(), member("heavy"), member("other")
+    for present in [[heavy]] * 50 + [[other]]:
+        clock.charge(1.0, [(each.request.tenant, [0]) for each in clock.in_turn(present)])
+    assert clock.in_turn([heavy, other]) == [heavy, other]
+
+
+def test_new_tenants_that_keep_coming_do_not_stop_one() -> None:
+    clock, turns = StepTime(), []
+    for number in range(100):
+        present = [member("old"), member(f"new {number // 2}")]
+        tenants = {each.request.tenant for each in clock.in_turn(present)}
+        seconds = 1.0 if "old" in tenants else 0.1
+        clock.charge(seconds, [(tenant, [0]) for tenant in tenants])
+        turns.append("old" in tenants)
+    assert sum(turns) >= 100 // (MOST_SKIPPED + 1)

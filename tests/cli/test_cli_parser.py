@@ -78,6 +78,7 @@ def test_every_command_says_what_it_does_with_examples_that_parse() -> None:
 def test_shared_flags_are_the_same_everywhere() -> None:
     described = {each.prog: each for each in parsers(make_parser())}
     serve = described.pop("kvboost serve")
+    described.pop("kvboost probe")  # its --model is a name that a server knows
     for name in (*SHARED, "--reuse", "--dtype"):
         assert flag(serve, name), name
     for name in SHARED:
@@ -195,6 +196,7 @@ CALLS = {
     "doctor": [],
     "bench": ["run"],
     "analyze": [],
+    "probe": ["http://127.0.0.1:9/v1"],
     "cache": ["ls", "x"],
     "top": [],
     "keys": ["new", "--tenant", "t"],
@@ -249,6 +251,10 @@ def test_a_missing_model_is_wrong_usage(command: str, capsys: pytest.CaptureFixt
         ["bench", "run", "--model", "m", "--systems", "none"],
         ["chat", "--model", "m", "--top-p", "1.5"],
         ["chat", "--model", "m", "--top-k", "0"],
+        ["probe"],
+        ["probe", "http://127.0.0.1:9/v1", "--load", "0"],
+        ["probe", "http://127.0.0.1:9/v1", "--watch", "0"],
+        ["probe", "http://127.0.0.1:9/v1", "--before", "x", "--after", "x"],
         ["cache"],
         ["keys", "new"],
         ["completion", "fish"],

@@ -42,13 +42,13 @@ def written(entry: Entry, sensitivity: bytes = b"", anchors: tuple[Anchor, ...] 
     return frames.write(entry, kv, CODEC, sensitivity, anchors)
 
 
-@given(st.integers(1, 40), st.booleans(), st.integers(0, 2**32 - 1), st.booleans(), st.booleans())
+@given(st.integers(1, 40), st.booleans(), st.integers(0, 2**31 - 1), st.booleans(), st.booleans())
 def test_what_was_written_is_read(
     num_tokens: int, is_exact: bool, home: int, has_parent: bool, ranked: bool
 ) -> None:
     entry = entry_of(num_tokens, is_exact=is_exact, home=home, parent=has_parent)
     sensitivity = bytes(range(num_tokens)) if ranked else b""
-    anchors = ((0, 2**64 - 1), (num_tokens - 1, 5)) if ranked else ()
+    anchors = ((0, 2**64 - 1), (num_tokens - 1, 5))[:num_tokens] if ranked else ()
     source = written(entry, sensitivity, anchors)
     head = frames.check(source, entry.key)
     assert (head.entry, head.sensitivity, head.anchors) == (entry, sensitivity, anchors)
@@ -82,6 +82,27 @@ def test_a_frame_of_another_key_codec_or_geometry_is_refused() -> None:
     other.number = 77
     with pytest.raises(FrameError, match="not what this engine reads"):
         frames.decode(source, frames.read(source), other)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "home", "anchors"),
+    [
+        (0, 0, ()),
+        (8, 2**31, ()),
+        (8, 0, tuple((0, number) for number in range(9))),
+        (8, 0, ((8, 1),)),
+    ],
+    ids=["no tokens", "far away", "many anchors", "an anchor outside"],
+)
+def test_counts_out_of_range_are_refused_though_all_checksums_are_right(
+    num_tokens: int, home: int, anchors: tuple[Anchor, ...]
+) -> None:
+    entry = entry_of(num_tokens, home=home)
+    codec = RawCodec(GEOMETRY)
+    codec.encode = lambda kv, payload: None  # type: ignore[method-assign]
+    source = frames.write(entry, [], codec, b"", anchors)
+    with pytest.raises(FrameError, match="out of range"):
+        frames.check(source, entry.key)
 
 
 def mutated(source: bytes, rng: random.Random) -> bytes:

@@ -2,6 +2,8 @@
 
 import random
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -67,3 +69,21 @@ def test_threads_have_frames_of_their_own() -> None:
     for thread in threads:
         thread.join()
     assert len(failures) > 1500 and not any(failures)
+
+
+POOLS_AND_FORK = """
+import os
+from kvboost.madvise import reserve
+
+memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+pools = [reserve(memory // 2 >> 12 << 12) for _ in range(3)]
+child = os.fork()
+if child == 0:
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+@needs_proc
+def test_a_process_whose_pools_could_fill_the_memory_can_still_fork() -> None:
+    subprocess.run([sys.executable, "-c", POOLS_AND_FORK], check=True, timeout=60)

@@ -80,7 +80,7 @@ def test_what_only_a_shared_tier_has_is_deleted_there(
     tokens: list[int] | None, patient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = FaultyTier()
-    monkeypatch.setattr(urls, "_open_shared", lambda url, timeout_s: shared)
+    monkeypatch.setattr(urls, "_open_shared", lambda *_: shared)
     with engine_of(cache_url="redis://shared") as engine:
         store_both(engine)
     assert any(said(SECRET) in frame for frame in shared.frames.values())
@@ -117,6 +117,19 @@ def test_a_text_is_deleted_wherever_it_stands_and_with_what_follows_it() -> None
         assert cached(engine, SECRET[:40]) == 0
 
 
+def test_every_copy_of_a_text_is_deleted() -> None:
+    page = words(96, seed=5)
+    with engine_of(reuse="exact") as engine:
+        for seed in range(8):
+            engine.generate([*words(21, 60 + seed), *page, *words(30, 70 + seed)], 1)
+        engine.flush()
+        engine.contents.delete(page, tenant="")
+        space = engine._parts.store.index.spaces()[0]
+        text = np.array(page, "<u4").tobytes()
+        left = engine._parts.store.index.entries(space, 1000)
+        assert left and not [entry for entry in left if entry.tokens in text]
+
+
 def test_nothing_of_a_request_that_runs_while_its_tenant_is_deleted_is_stored() -> None:
     with engine_of() as engine:
         ticket = engine.submit(SECRET, tenant="alice")
@@ -151,7 +164,7 @@ def test_a_disk_that_is_down_keeps_its_deletion_pending(
     patient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = FaultyDisk()
-    monkeypatch.setattr(urls, "_open_shared", lambda url, timeout_s: disk)
+    monkeypatch.setattr(urls, "_open_shared", lambda *_: disk)
     monkeypatch.setattr("kvboost.engine.contents.ERASING_S", 0.2)
     with engine_of(cache_url="redis://disk") as engine:
         store_both(engine)

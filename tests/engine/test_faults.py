@@ -127,6 +127,7 @@ def test_a_throttled_redis(proxy: Proxy, calm_s: float) -> None:
 
 def test_bytes_that_were_changed_on_their_way_are_not_used(proxy: Proxy, calm_s: float) -> None:
     with trial("redis", cache_url=url_of(proxy.port)) as on:
+        on.make_reading_pay()
         on.run("redis corrupted", partial(proxy.spoil, flips_values=True), proxy.spoil, calm_s)
         assert on.stats()["damaged"] > 0
         on.comes_back()
@@ -134,6 +135,7 @@ def test_bytes_that_were_changed_on_their_way_are_not_used(proxy: Proxy, calm_s:
 
 def test_a_connection_that_ends_in_the_middle_of_a_value(proxy: Proxy, calm_s: float) -> None:
     with trial("redis", cache_url=url_of(proxy.port)) as on:
+        on.make_reading_pay()
         on.run("redis truncated", partial(proxy.spoil, cuts_values=True), proxy.spoil, calm_s)
         assert on.stats()["faults"] > 0
         on.comes_back()

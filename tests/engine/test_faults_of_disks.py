@@ -34,7 +34,7 @@ def calm_s(tmp_path_factory: pytest.TempPathFactory) -> float:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of a few MB."""
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(tmp_path)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=0700", "tmpfs", str(tmp_path)]
     if not sys.platform.startswith("linux") or subprocess.run(mount, check=False).returncode:
         pytest.skip("no file system can be mounted here")
     yield tmp_path

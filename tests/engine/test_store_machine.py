@@ -123,7 +123,7 @@ class Stores(RuleBasedStateMachine):
         plan = look_up(tokens, parts, terms)
         chunks = store.tiers.memory.get([match.key for match in plan.matches])
         brought.release()
-        plan = assemble(plan, slots, FakeModel(), store, space, chunks).plan
+        plan = assemble(plan, tokens, slots, FakeModel(), store, space, chunks).plan
         known = self.computed.setdefault((tenant, epoch), [])
         fresh = fresh_rows(tokens)
         self.check(tokens, plan, slots, fresh, known)

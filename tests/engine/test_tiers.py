@@ -28,7 +28,7 @@ def below(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """A tier that fails on demand, behind the URL redis://, and is waited for on any machine."""
     tier = request.param()
     monkeypatch.setattr(stack, "LEAST_WAIT_S", 60.0)
-    monkeypatch.setattr(urls, "_open_shared", lambda url, timeout_s: tier)
+    monkeypatch.setattr(urls, "_open_shared", lambda *_: tier)
     yield tier
     tier.thawed.set()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -36,7 +38,7 @@ def test_idle_work_runs_when_nothing_waits(worker: Worker) -> None:
         yield from steps(log, "a", 3)
         done.set()
 
-    assert worker.submit(lambda: ("result", lambda: last())).result() == "result"
+    worker.call(lambda: worker.add_idle(last()))
     assert done.wait(10)
     assert log == ["a0", "a1", "a2"]
 
@@ -53,9 +55,9 @@ def test_a_request_waits_for_one_step_at_most() -> None:
         log.append("second step")
         yield
 
-    worker.submit(lambda: (None, lambda: slow())).result()
+    worker.call(lambda: worker.add_idle(slow()))
     assert started.wait(10)
-    reply = worker.submit(lambda: (log.append("request"), lambda: None))
+    reply = worker.start(lambda: log.append("request"))
     go_on.set()
     reply.result()
     assert log[:2] == ["first step", "request"]
@@ -71,7 +73,7 @@ def test_idle_work_that_fails_harms_nobody(
         yield
         raise RuntimeError("broken audit")
 
-    worker.submit(lambda: (None, lambda: broken())).result()
+    worker.call(lambda: worker.add_idle(broken()))
     worker.drain()
     assert "idle work failed" in caplog.text
     assert worker.call(lambda: 7) == 7
@@ -164,3 +166,49 @@ def test_the_thread_cannot_close_itself(worker: Worker) -> None:
     with pytest.raises(KVBoostError, match="engine's own thread"):
         worker.call(worker.close)
     assert worker.call(lambda: 7) == 7
+
+
+def test_it_tells_for_how_long_it_is_busy_with_one_thing(worker: Worker) -> None:
+    go_on, begun = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        go_on.wait(10)
+
+    assert worker.busy_s < 5
+    reply = worker.start(slow)
+    assert begun.wait(10)
+    time.sleep(0.05)
+    assert worker.busy_s > 0.04
+    go_on.set()
+    reply.result()
+    ended = Worker()
+    ended.close()
+    assert ended.busy_s == float("inf")
+
+
+IN_A_FORKED_CHILD = """
+import os
+from kvboost.engine.worker import Worker
+from kvboost.errors import KVBoostError
+
+worker = Worker()
+child = os.fork()
+if child == 0:
+    try:
+        worker.call(lambda: 1)
+    except KVBoostError as error:
+        print(error, flush=True)
+    finally:
+        os._exit(0)
+os.waitpid(child, 0)
+print(worker.call(lambda: 2))
+worker.close()
+"""
+
+
+def test_a_forked_child_is_told_that_the_thread_is_not_there() -> None:
+    told = subprocess.check_output([sys.executable, "-c", IN_A_FORKED_CHILD], text=True)
+    error, two = told.splitlines()
+    assert "forked" in error
+    assert two == "2"

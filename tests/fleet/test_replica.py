@@ -107,6 +107,29 @@ async def _assert_stopped(stand: Stand) -> None:
     assert stand.telemetry.records[0].finish_reason == "cancelled"
 
 
+def test_a_client_that_reads_slowly_slows_the_application_down() -> None:
+    num_sent = 0
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_sent
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for num_sent in range(1, 1001):  # noqa: B007
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        assert (await receive())["type"] == "http.disconnect"
+
+    async def scene(_: Stand) -> None:
+        stream = respond(endless, forwarded({}))
+        assert isinstance(await anext(stream), Head) and await anext(stream) == b"x"
+        await asyncio.sleep(0.05)
+        assert num_sent < 10
+        await stream.aclose()
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+        assert num_sent == 1000  # nobody waits for what nobody reads
+
+    run(scene)
+
+
 def test_what_the_application_raises_too_late_to_tell_is_raised() -> None:
     async def broken(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})

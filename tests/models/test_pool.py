@@ -22,7 +22,7 @@ from kvboost.core import Span
 from kvboost.errors import KVBoostError
 from kvboost.models.packed import ForwardCache, Segment
 from kvboost.models.pool import BlockPool
-from kvboost.models.rows import Rows
+from kvboost.models.rows import Rows, private_rows
 
 CPU = torch.device("cpu")
 MOST_ROWS = 80
@@ -241,6 +241,33 @@ def test_running_out_is_said_and_takes_nothing() -> None:
     with pytest.raises(KVBoostError):
         Rows(pool, 20, rows.runs(Span(0, 5)))
     assert pool.num_free == 1
+
+
+def test_rows_that_others_hold_are_no_room() -> None:
+    pool = pool_of(num_blocks=10, block_size=4)
+    first, second = Rows(pool, 8), Rows(pool, 12)
+    assert pool.room([]) == pool.room([(first, 8)]) == 20
+    assert pool.room([(first, 16)]) == 12
+    assert pool.room([(first, 8)], leaving=[second]) == 32
+    third = Rows(pool, 16, prefix=first.runs(Span(0, 4)))
+    assert pool.room([], leaving=[first]) == 40 - 4 - 12 - 12
+    elsewhere = private_rows(pool.geometry, 100, pool.device)
+    assert pool.room([(elsewhere, 500)], leaving=[elsewhere, third]) == 20
+
+
+def test_nothing_is_evicted_for_rows_that_cannot_be_had() -> None:
+    pool = pool_of(num_blocks=10, block_size=4)
+    asked: list[int] = []
+    pool.evict = lambda num_bytes: bool(asked.append(num_bytes))
+    pool.keep([(16, 40)])
+    held = Rows(pool, 8)
+    with pytest.raises(KVBoostError, match="blocks"):
+        Rows(pool, 36)
+    assert asked == []
+    with pytest.raises(KVBoostError, match="blocks"):  # here it is the chunks that stay
+        Rows(pool, 32)
+    assert asked == [6 * pool.block_bytes]
+    held.release()
 
 
 def test_a_block_cannot_be_released_twice() -> None:

@@ -14,7 +14,7 @@ from kvboost.core import Span
 from kvboost.models.hf import HFModel
 from kvboost.models.packed import Segment
 from kvboost.models.pool import BlockPool
-from kvboost.models.rows import Rows
+from kvboost.models.rows import Rows, private_rows
 from tiny_models import SUPPORTED, VOCABULARY, build
 
 pytestmark = pytest.mark.tiny
@@ -116,6 +116,20 @@ def test_where_rows_cannot_be_packed_a_step_takes_one_forward_each(name: str, me
     first, apart = (Rows(packed.pool, 8) for _ in range(2))
     packed.step((FIRST, first, range(50)), (APART, apart, SCATTERED))
     packed.step((FIRST, first, range(50, 51)))
+
+
+def test_private_rows_with_the_same_numbers_are_not_taken_for_shared_ones() -> None:
+    packed = Packed("llama", "blocks")
+    owner = Rows(packed.pool, 60)
+    packed.step((FIRST, owner, range(50)))
+    shared = Rows(packed.pool, 60, owner.runs(Span(0, NUM_ALIKE)))
+    private = [private_rows(packed.model.geometry, 60, packed.pool.device) for _ in range(2)]
+    packed.step((APART, private[0], range(50)), (THIRD, private[1], range(50)))
+    packed.step(
+        (SECOND, shared, range(NUM_ALIKE, NUM_ALIKE + 1)),
+        (APART, private[0], range(50, 51)),
+        (THIRD, private[1], range(50, 51)),
+    )
 
 
 @pytest.mark.parametrize(("name", "memory"), in_memory(set(SUPPORTED) - ONE_BY_ONE))

@@ -14,8 +14,7 @@ from kvboost import KVBoost
 from kvboost.core import MatchKind
 from kvboost.engine.prefill import Terms
 from kvboost.engine.verify import answer_logits, compare
-from kvboost.reuse.repair.none import NoRepair
-from kvboost.reuse.repair.sampled import SampledRepair
+from kvboost.reuse.repair import NoRepair, SampledRepair
 
 pytestmark = pytest.mark.model
 

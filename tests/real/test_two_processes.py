@@ -73,9 +73,9 @@ def test_what_one_process_computed_another_reuses(kind: str, smol: str) -> None:
         with process(task, "1") as first, process(task, "2") as second:
             assert second["texts"] == first["texts"]
             assert first["cached"][0] == 0
-            # Of two prompts that part inside a chunk, one is known to its last token.
+            # All but the rest behind the last whole chunk, which is stored with its output.
             assert all(
-                cached > 0.98 * count
+                cached > 0.97 * count
                 for cached, count in zip(second["cached"], second["tokens"], strict=True)
             )
             assert second["tiers"][kind]["hits"] > 0 and second["tiers"][kind]["faults"] == 0

@@ -325,7 +325,9 @@ def spoil_files(folder: Path) -> None:
 def small_disk(folder: Path, megabytes: int) -> Path:
     disk = folder / "disk"
     disk.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", disk])
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m,mode=0700", "tmpfs", disk]
+    )
     if made.returncode:
         pytest.skip("mounting a small file system is not allowed here")
     return disk

@@ -110,9 +110,9 @@ def test_other_tenants_and_short_echoes_are_not_found() -> None:
     assert store.find(text(20, 1) + document[: LEAST_MOVED_TOKENS - 1] + text(99, 2)).matches == ()
 
 
-def placed_of(plan: ReusePlan, slots: FakeSlots, store: ChunkStore) -> Placed:
+def placed_of(plan: ReusePlan, tokens: list[int], slots: FakeSlots, store: ChunkStore) -> Placed:
     chunks = store.tiers.get([match.key for match in plan.matches])
-    return assemble(plan, slots, FakeModel(), store, SPACE, chunks)
+    return assemble(plan, tokens, slots, FakeModel(), store, SPACE, chunks)
 
 
 def test_moved_rows_are_turned_by_how_far_they_moved() -> None:
@@ -120,7 +120,7 @@ def test_moved_rows_are_turned_by_how_far_they_moved() -> None:
     store.keep(text(40, 1) + document, slots)
     prompt = text(25, 2) + document + text(10, 3)
     target = FakeSlots(len(prompt), seed=5)
-    placed = placed_of(store.find(prompt), target, store.store)
+    placed = placed_of(store.find(prompt), prompt, target, store.store)
     assert placed.plan.num_reused == 150
     assert target.exact_stop == 25
     source, moved = slots.read(Span(40, 190)), target.read(Span(25, 175))
@@ -138,7 +138,7 @@ def test_a_moved_chunk_that_is_gone_leaves_the_others() -> None:
     prompt = text(5, 9) + documents[0] + documents[1] + text(5, 8)
     plan = store.find(prompt)
     store.store.tiers.discard(plan.matches[0].key)
-    placed = placed_of(plan, FakeSlots(len(prompt)), store.store)
+    placed = placed_of(plan, prompt, FakeSlots(len(prompt)), store.store)
     assert placed.lost == (plan.matches[0].key,)
     first, *others = plan.matches[1:]
     assert placed.plan.matches == (replace(first, follows=False), *others)
@@ -170,7 +170,7 @@ def check_placed(store: ChunkStore, document: list[int], source: FakeSlots, home
     prompt = text(25, 77) + document + text(5, 78)
     chunks, target = split(prompt, SIZE), FakeSlots(len(prompt), seed=9)
     plan = find_moved(ReusePlan(len(prompt)), chunks, store.index, SPACE)
-    placed = placed_of(plan, target, store).plan
+    placed = placed_of(plan, prompt, target, store).plan
     assert placed.num_reused == len(document)
     expected = source.read(Span(home, home + len(document)))[0][0]
     turned = rotate(expected, FakeModel.rotations[0], 25 - home)
@@ -229,7 +229,7 @@ def test_chunks_from_different_places_are_not_one_run(shown: int) -> None:
     prompt = text(50, 2) + first[-shown:] + last + text(9, 3)
     plan = store.find(prompt)
     target = FakeSlots(len(prompt), seed=9)
-    placed = placed_of(plan, target, store.store).plan
+    placed = placed_of(plan, prompt, target, store.store).plan
     homes = {m.key: store.store.index.get(m.key).home for m in placed.matches}
     for match in placed.matches:
         home = homes[match.key] + match.offset

@@ -1,17 +1,22 @@
 """The two stages that touch bytes, on a fake buffer: what goes in comes out, faults are misses."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import GEOMETRY, FakeModel, FakeSlots, store_of
-from kvboost.core import ReusePlan, Span
+from kvboost.core import PrefixKey, ReusePlan, Span
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
-from kvboost.reuse.lookup import find
-from kvboost.reuse.place import assemble
+from kvboost.reuse.lookup import find, find_moved
+from kvboost.reuse.place import MOVED_AT_ONCE, assemble
 from kvboost.reuse.store import commit
+from kvboost.rope import move
 
 SPACE = namespace(b"model", "", None)
 
@@ -36,7 +41,7 @@ class Store:
     def assemble(self, tokens: list[int], slots: FakeSlots) -> ReusePlan:
         plan = self.find(tokens)
         chunks = self.all.tiers.get([match.key for match in plan.matches])
-        return assemble(plan, slots, FakeModel(), self.all, SPACE, chunks).plan
+        return assemble(plan, tokens, slots, FakeModel(), self.all, SPACE, chunks).plan
 
 
 def test_rows_come_back_where_they_were() -> None:
@@ -50,6 +55,76 @@ def test_rows_come_back_where_they_were() -> None:
         assert torch.equal(got, expected)
     for got, expected in zip(target.read(Span(25, 30)), untouched, strict=True):
         assert torch.equal(got, expected)
+
+
+def test_text_is_moved_in_pieces_so_that_no_copy_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, tokens = Store(), list(range(600))
+    source, target = FakeSlots(600, seed=1), FakeSlots(608, seed=2)
+    store.commit(tokens, source)
+    prompt, lengths, read = [*range(900, 908), *tokens], [], target.read
+
+    def watch(span: Span) -> list[torch.Tensor]:
+        lengths.append(len(span))
+        return [rows.clone() for rows in read(span)]
+
+    monkeypatch.setattr(target, "read", watch)
+    plan = find_moved(ReusePlan(len(prompt)), split(prompt, 8), store.index, SPACE)
+    chunks = store.all.tiers.get([match.key for match in plan.matches])
+    assemble(plan, prompt, target, FakeModel(), store.all, SPACE, chunks)
+    assert sum(lengths) == plan.num_reused > 560 and max(lengths) <= MOVED_AT_ONCE
+    run = plan.runs[0]
+    home = Span(run.span.start - run.delta, run.span.stop - run.delta)
+    expected = [rows.clone() for rows in source.read(home)]
+    move(expected, GEOMETRY, FakeModel.rotations, run.delta)
+    for got, wanted in zip(read(run.span), expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_a_frame_with_other_tokens_is_a_miss_and_discarded() -> None:
+    store, tokens, target = Store(), list(range(30)), FakeSlots(30, seed=2)
+    honest, forged = split(tokens, 8), split([*range(8), *range(100, 122)], 8)
+    commit(FakeSlots(30, seed=1), honest, derive(honest, SPACE), SPACE, store.all)
+    plan = store.find(tokens)
+    fresh = Store()
+    commit(FakeSlots(30, seed=3), forged, derive(honest, SPACE), SPACE, fresh.all)
+    chunks = fresh.all.tiers.get([match.key for match in plan.matches])
+    placed = assemble(plan, tokens, target, FakeModel(), fresh.all, SPACE, chunks)
+    assert placed.plan.num_reused == 8
+    assert placed.lost == (plan.matches[1].key,)
+    assert fresh.metrics.snapshot()["damaged_frames"] == 1
+    assert not fresh.memory.holds(plan.matches[1].key)
+
+
+@pytest.mark.parametrize("forged", [{"home": 16}, {"parent": PrefixKey(bytes(31) + b"1")}])
+def test_a_frame_of_another_history_or_position_is_a_miss_and_discarded(
+    forged: dict[str, Any],
+) -> None:
+    store, tokens, target = Store(), list(range(30)), FakeSlots(30, seed=2)
+    store.commit(tokens, FakeSlots(30, seed=1))
+    plan = store.find(tokens)
+    chunks = dict(store.all.tiers.get([match.key for match in plan.matches]))
+    second = plan.matches[1].key
+    entry = replace(chunks[second].entry, **forged)
+    chunks[second] = SimpleNamespace(entry=entry, kv=chunks[second].kv, sensitivity=b"")
+    placed = assemble(plan, tokens, target, FakeModel(), store.all, SPACE, chunks)
+    assert placed.plan.num_reused == 8 and placed.lost == (second,)
+    assert not store.memory.holds(second)
+
+
+def test_a_frame_that_cannot_be_placed_is_a_miss_and_discarded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, tokens, target = Store(), list(range(30)), FakeSlots(30, seed=2)
+    store.commit(tokens, FakeSlots(30, seed=1))
+    first = store.find(tokens).matches[0].key
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("sizes differ")
+
+    monkeypatch.setattr(target, "write", fail)
+    assert store.assemble(tokens, target).num_reused == 0
+    assert store.metrics.snapshot()["damaged_frames"] == 1
+    assert not store.memory.holds(first)
 
 
 def test_a_frame_of_another_namespace_is_a_miss_and_counted() -> None:
@@ -120,3 +195,17 @@ def test_pins_over_one_another_keep_the_longest() -> None:
     store.memory.pin(keys, ttl_s=None)
     store.memory.pin(keys, ttl_s=0)
     assert not store.all.tiers.discard(keys[0])
+
+
+def test_a_lack_of_memory_costs_no_stored_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, tokens, target = Store(), list(range(30)), FakeSlots(30, seed=2)
+    store.commit(tokens, FakeSlots(30, seed=1))
+    first = store.find(tokens).matches[0].key
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory on the device")
+
+    monkeypatch.setattr(target, "write", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        store.assemble(tokens, target)
+    assert store.memory.holds(first)

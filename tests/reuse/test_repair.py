@@ -8,7 +8,7 @@ import pytest
 from kvboost.build import build_repair
 from kvboost.config import STRATEGIES, Options
 from kvboost.core import FrameKey, Match, MatchKind, PrefixKey, ReusePlan, Span
-from kvboost.reuse.repair.sampled import near_question_words
+from kvboost.reuse.repair import near_question_words
 
 KEY: FrameKey = PrefixKey(b"key")
 

@@ -42,6 +42,17 @@ TOOL_TEXT = (
         ),
         ({"tools": [TOOL], "prompt": "one"}, [TOOL_TEXT.encode(), b"one"]),
         ({"prompt": "\ud800x"}, [b"?x"]),
+        ({"instructions": "be brief", "input": "one"}, [b"be brief", b"one"]),
+        (
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
+                    {"type": "function_call", "arguments": '{"city": "Ulm"}'},
+                    {"type": "function_call_output", "output": "rain"},
+                ]
+            },
+            [b"weather?", b'{"city": "Ulm"}', b"rain"],
+        ),
     ],
 )
 def test_the_text_is_found(request_: dict[str, Any], parts: list[bytes]) -> None:
@@ -77,6 +88,7 @@ JSON = st.recursive(
 def test_nothing_is_an_error(messages: object, prompt: object, tools: object) -> None:
     assert isinstance(text_of({"messages": messages, "tools": tools}), bytes)
     assert isinstance(text_of({"prompt": prompt, "tools": {1, 2}}), bytes)
+    assert isinstance(text_of({"input": messages, "instructions": prompt}), bytes)
     assert isinstance(text_of(prompt), bytes)
 
 

@@ -188,7 +188,7 @@ def test_web_pages_may_send_the_headers_of_clients() -> None:
 
 def test_web_pages_are_served_only_where_their_origin_is_named() -> None:
     ask = {"origin": "http://app", "access-control-request-method": "POST"}
-    assert client_of(Stand()).options(CHAT, headers=ask).status_code == 405
+    assert client_of(Stand()).options(CHAT, headers=ask).status_code == 403
     client = client_of(Stand(cors_origin=("http://app",)))
     allowed = client.options(CHAT, headers=ask)
     assert allowed.headers["access-control-allow-origin"] == "http://app"

@@ -12,6 +12,7 @@ from kvboost.errors import ConfigError
 from kvboost.server.keys import Bucket, KeyRing, new_key, read_keys
 from kvboost.server.problems import Problem
 
+EMPTY = hashlib.sha256(b"").hexdigest()
 DIGEST = hashlib.sha256(b"secret").hexdigest()
 
 
@@ -54,6 +55,8 @@ def test_anything_but_a_known_key_is_refused(header: str) -> None:
         ("keys = 5", "expected tables"),
         ("[[keys]]\ntenant = 'a'", "sha256: expected"),
         (f"[[keys]]\nsha256 = '{DIGEST}'", "tenant is missing"),
+        (f"[[keys]]\ntenant = 'a'\nsha256 = '{EMPTY}'", "an empty key"),
+        (2 * f"[[keys]]\ntenant = 'a'\nsha256 = '{DIGEST}'\n", "two entries have the same key"),
         (f"[[keys]]\ntenant = 'a'\nsha256 = '{DIGEST[:-1]}x'", "64 hex digits"),
         (f"[[keys]]\ntenant = 5\nsha256 = '{DIGEST}'", "tenant=5"),
         (f"[[keys]]\ntenent = 'a'\nsha256 = '{DIGEST}'", "did you mean 'tenant'"),

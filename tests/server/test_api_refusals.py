@@ -21,7 +21,7 @@ from asking import (
     streamed,
 )
 from fake_serving import Stand
-from kvboost.errors import KVBoostError
+from kvboost.errors import KVBoostError, QueueFull
 from kvboost.server import exchange
 
 
@@ -31,6 +31,7 @@ from kvboost.server import exchange
         ({"tempereture": 1}, "tempereture"),
         ({"temperature": 3}, "temperature"),
         ({"temperature": "1"}, "temperature"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
         ({"top_p": 1.1}, "top_p"),
         ({"n": 17}, "n"),
         ({"n": True}, "n"),
@@ -123,8 +124,53 @@ def test_requests_without_a_schema_do_not_wait_for_those_with_one(
 def test_more_than_can_be_prepared_is_503(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvboost.server.app.MOST_QUEUED", 0)
+    async def full(*_: Any) -> None:
+        raise QueueFull("128 of your requests are already waiting")
+
+    monkeypatch.setattr("kvboost.server.turns.Turns.run", full)
     assert refusal(client, status=503)["code"] == "queue_full"
+
+
+def test_without_keys_requests_of_proxies_and_other_sites_are_refused(client: TestClient) -> None:
+    named = client_of(Stand(cors_origin=("http://app",)))
+    anybody = client_of(Stand(allow_anonymous=True))
+    for headers, code in (
+        ({"x-forwarded-for": "10.0.0.1"}, "forwarded"),
+        ({"forwarded": "for=10.0.0.1"}, "forwarded"),
+        ({"via": "1.1 proxy"}, "forwarded"),
+        ({"origin": "http://evil"}, "cross_site"),
+        ({"origin": "null"}, "cross_site"),
+        ({"sec-fetch-site": "cross-site"}, "cross_site"),
+        ({"origin": "http://app"}, "cross_site"),
+    ):
+        reply = client.post("/v1/cache/delete", json={"everything": True}, headers=headers)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, code)
+        assert anybody.get("/v1/models", headers=headers).status_code == 200
+    for headers in ({}, {"origin": "http://localhost"}, {"sec-fetch-site": "same-origin"}):
+        assert client.get("/v1/models", headers=headers).status_code == 200
+    assert named.get("/v1/models", headers={"origin": "http://app"}).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_that_is_not_said_to_be_json_is_refused(client: TestClient, kind: str) -> None:
+    headers = {"content-type": kind} if kind else {}
+    reply = client.post(CHAT, content=b"{}", headers=headers)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (415, "wrong_type")
+    for kind in ("application/json", "application/json; charset=utf-8", "Application/JSON"):
+        reply = client.post(CHAT, content=b"{}", headers={"content-type": kind})
+        assert reply.status_code == 400
+
+
+def test_many_prompts_are_refused_before_each_is_looked_at(client: TestClient) -> None:
+    error = refusal(client, COMPLETIONS, prompt=[[]] * 100_000)
+    assert "more than 64 prompts" in error["message"] and len(error["message"]) < 200
+
+
+def test_an_engine_that_is_stuck_is_not_ready(client: TestClient, stand: Stand) -> None:
+    assert client.get("/ready").status_code == 200
+    stand.engine.busy_s = 1e3
+    assert client.get("/ready").status_code == 503
+    assert client.get("/health").status_code == 200
 
 
 def test_a_tool_choice_must_name_a_tool(client: TestClient) -> None:
@@ -189,7 +235,7 @@ def test_a_body_must_be_sent_as_json(client: TestClient) -> None:
     reply = client.post(
         COMPLETIONS, content=b'{"prompt": "a"}', headers={"content-type": "text/plain"}
     )
-    assert reply.status_code == 400
+    assert reply.status_code == 415
     assert "application/json" in reply.json()["error"]["message"]
 
 

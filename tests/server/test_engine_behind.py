@@ -27,11 +27,12 @@ def engine() -> Iterator[KVBoost]:
 
 
 @pytest.fixture
-def client(engine: KVBoost) -> TestClient:
+def client(engine: KVBoost) -> Iterator[TestClient]:
     options = ServerOptions(model="tiny")
     model = Served("tiny", VOCABULARY, 4096)
     app = make_app(engine, options, FakeTelemetry(), FakeGrammars(), model=model)
-    return TestClient(app, base_url="http://localhost")
+    with TestClient(app, base_url="http://localhost") as client:  # one event loop for all threads
+        yield client
 
 
 def ask(client: TestClient, prompt: list[int], **body: Any) -> Any:
@@ -55,6 +56,39 @@ def test_answers_are_those_of_generate_and_the_second_time_from_the_cache(
     assert warm["choices"][0]["text"] == alone
     assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] >= 48
     assert warm["kvboost"]["prompts"][0]["exact_tokens"] >= 48
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_documents_in_any_order_continue_a_stored_prompt(
+    client: TestClient, engine: KVBoost, *, is_chat: bool
+) -> None:
+    texts = (map(str, words(50, seed)) for seed in range(40 + 10 * is_chat, 44 + 10 * is_chat))
+    documents = [" ".join(each) for each in texts]
+
+    def asked(given: list[str], **body: Any) -> Any:
+        prompt = " 7 8 ".join(["5 6", *given, "9 10"])
+        messages = [{"role": "user", "content": prompt}]
+        path = "/v1/chat/completions" if is_chat else "/v1/completions"
+        what = {"messages": messages} if is_chat else {"prompt": prompt}
+        reply = client.post(path, json={**what, "temperature": 0, "max_tokens": 4, **body})
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    asked(documents[:2])
+    engine.flush()
+    other = [documents[2], documents[1], documents[0]]
+    told = asked(other, documents=other, order="any", n=2)["kvboost"]["prompts"]
+    assert len(told) == 1 and told[0]["document_order"] == [2, 1, 0]
+    assert told[0]["exact_tokens"] > 90
+    assert asked(other)["kvboost"]["prompts"][0]["document_order"] is None
+
+
+def test_order_without_documents_is_refused(client: TestClient) -> None:
+    body = {"prompt": "5 6", "order": "any"}
+    reply = client.post("/v1/completions", json=body)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "order"
+    reply = client.post("/v1/completions", json=body | {"order": "all", "documents": ["5"]})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "order"
 
 
 def test_concurrent_answers_are_those_alone(client: TestClient) -> None:

@@ -9,6 +9,7 @@ from jsonschema import Draft202012Validator
 
 from fakes import byte_tokenizer
 from kvboost.errors import ConfigError
+from kvboost.server import grammar as grammar_module
 from kvboost.server.grammar import Grammars, TokenGrammar
 from kvboost.server.tools import ToolCall, ToolReader
 
@@ -343,3 +344,30 @@ def test_a_tokenizer_without_a_fast_form_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="fast"):
         Grammars(SlowTokenizer(), 5)
+
+
+def test_a_refused_schema_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def refuse(text: str, tokens: object) -> None:
+        compiled.append(text)
+        raise ConfigError("schema: not compiled within 2 s")
+
+    monkeypatch.setattr("kvboost.server.grammar._compile", refuse)
+    grammars = Grammars(TOKENIZER, VOCAB_SIZE)
+    for _ in range(3):
+        with pytest.raises(ConfigError, match="not compiled"):
+            grammars.json_schema({"type": "object"})
+    assert len(compiled) == 1
+
+
+def test_a_compiler_that_waits_for_a_busy_machine_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = "import time; time.sleep(2.5)\n" + grammar_module.TRIAL
+    monkeypatch.setattr(grammar_module, "TRIAL", slow)
+    fresh = Grammars(TOKENIZER, VOCAB_SIZE)
+    fresh.json_schema({"type": "string", "format": "date"})
+    endless = {"allOf": [{"type": "string", "pattern": f"(.*{c}.*)"} for c in "abcdefghijklmnopq"]}
+    with pytest.raises(ConfigError, match="not compiled within 2 s"):
+        fresh.json_schema(endless)

@@ -17,7 +17,6 @@ import pytest
 
 from fake_serving import WAIT_S, Stand, until
 from kvboost.errors import KVBoostError
-from kvboost.server import exchange
 
 BODY = {"prompt": "hi"}
 
@@ -98,15 +97,13 @@ def test_the_engine_does_not_wait_for_a_slow_reader(stand: Stand, url: str) -> N
     assert len(rest) < 900  # what waited came joined
 
 
-def test_a_reader_that_takes_nothing_is_cut_off(
-    stand: Stand, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exchange, "STALL_S", 0.05)
+def test_a_reader_that_takes_nothing_is_cut_off() -> None:
+    stand = Stand(drain_s=0.2, client_timeout_s=0.1)
     stand.engine.pieces = ["x" * 100_000] * 900
-    with httpx.Client(timeout=WAIT_S) as client:
+    with stand.listening() as url, httpx.Client(timeout=WAIT_S) as client:
         body = BODY | {"stream": True, "max_tokens": 900}
-        with client.stream("POST", url, json=body):
-            assert until(lambda: len(stand.app.state.running) == 0)
+        with client.stream("POST", f"{url}/v1/completions", json=body):
+            assert until(lambda: len(stand.telemetry.records) == 1)
     assert stand.telemetry.records[0].status == 499
 
 

@@ -228,7 +228,7 @@ def small_disk(tmp_path: Path) -> Path:
     """A file system of 6 MiB."""
     folder = Folder(tmp_path / "small")
     folder.path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder.path)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m,mode=0700", "tmpfs", str(folder.path)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting a small file system needs more rights")
     yield folder

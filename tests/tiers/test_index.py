@@ -99,8 +99,11 @@ def sightings(
 ) -> list[tuple[int, Entry, int]]:
     """(place in the tokens, entry, offset in its chunk)."""
     places, hashes = anchors.pick(tokens, anchors.salt(space))
-    found = [index.sighting(anchor, space) for anchor in hashes.tolist()]
-    return [(place, *seen) for place, seen in zip(places.tolist(), found, strict=True) if seen]
+    return [
+        (place, *seen)
+        for place, anchor in zip(places.tolist(), hashes.tolist(), strict=True)
+        for seen in index.sightings(anchor, space)
+    ]
 
 
 def test_an_entry_comes_back_as_it_was() -> None:
@@ -133,17 +136,42 @@ def test_an_anchor_that_leads_to_another_namespace_leads_nowhere() -> None:
     assert sightings(index, text, SPACE) == []
 
 
-def test_the_older_of_equal_texts_is_found_but_an_exact_one_before_an_approximate_one() -> None:
+def test_a_few_copies_are_found_the_oldest_and_the_newest_and_exact_ones_first() -> None:
     index, text = ChunkIndex(), words(128, 0)
+    approximate, exact = Provenance.APPROXIMATE, Provenance.EXACT
     for name, provenance, expected in (
-        (7, Provenance.APPROXIMATE, 7),
-        (8, Provenance.EXACT, 8),
-        (9, Provenance.APPROXIMATE, 8),
-        (10, Provenance.EXACT, 8),
+        (7, approximate, {7}),
+        (8, exact, {8}),
+        (9, approximate, {8, 9}),
+        (10, exact, {8, 10}),
+        (11, exact, {8, 10, 11}),
+        (12, exact, {8, 10, 11, 12}),
+        (13, approximate, {8, 10, 11, 12}),
+        (14, exact, {8, 10, 11, 14}),
+        (8, exact, {8, 10, 11, 14}),
     ):
         add(index, entry(name, text, provenance=provenance))
         found = {seen.key for _, seen, _ in sightings(index, text, SPACE)}
-        assert found == {expected.to_bytes(32, "little")}
+        assert found == {each.to_bytes(32, "little") for each in expected}
+    index.remove(entry(10, text).key)
+    add(index, entry(12, text))  # it was known, and found no more
+    found = {seen.key for _, seen, _ in sightings(index, text, SPACE)}
+    assert found == {each.to_bytes(32, "little") for each in (8, 11, 12, 14)}
+
+
+def test_all_chunks_within_a_text_are_found_in_their_own_namespace() -> None:
+    index, text = ChunkIndex(), words(128, 0)
+    inside = [entry(name, text[10:90]) for name in range(20, 30)]
+    for each in (
+        *inside,
+        entry(40, text[:7]),
+        entry(41, words(80, 1)),
+        entry(42, text, space=OTHER),
+    ):
+        add(index, each)
+    assert set(index.within(text.tobytes(), SPACE)) == {each.key for each in inside}
+    beside = np.frombuffer(b"\0" + text.tobytes() + b"\0\0\0", "<u4")  # no whole token is the same
+    assert index.within(beside.tobytes(), SPACE) == []
 
 
 def test_what_was_removed_is_found_no_more_also_when_its_row_is_used_again() -> None:
@@ -189,9 +217,12 @@ def test_a_copy_is_found_when_the_one_that_was_found_is_gone() -> None:
     add(index, entry(7, text))
     add(index, entry(8, text))
     index.remove(entry(7, text).key)
-    assert not index.knows(text, SPACE)
-    add(index, entry(8, text))  # seen again
     assert index.knows(text, SPACE)
+    once = sightings(index, text, SPACE)
+    add(index, entry(8, text))  # seen again
+    assert sightings(index, text, SPACE) == once
+    index.remove(entry(8, text).key)
+    assert not index.knows(text, SPACE)
 
 
 def test_families_that_come_and_go_leave_nothing() -> None:

@@ -81,6 +81,14 @@ def test_a_pin_keeps_its_entry_until_it_runs_out() -> None:
     assert fill(tier, "d") == [b"a"]
 
 
+def test_pins_that_take_most_of_the_budget_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    tier = MemoryTier(budget_bytes=25)
+    fill(tier, "ab")
+    assert tier.pin([PrefixKey(b"a")], ttl_s=None) == 1 and not caplog.records
+    assert tier.pin([PrefixKey(b"b")], ttl_s=None) == 1
+    assert "80% of max_cache_bytes" in caplog.text
+
+
 def test_nothing_is_kept_where_pins_leave_no_room() -> None:
     tier = MemoryTier(budget_bytes=20)
     fill(tier, "ab")

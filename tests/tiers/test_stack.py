@@ -214,7 +214,12 @@ def test_a_tier_that_is_slower_than_the_model_is_asked_for_a_batch_now_and_then(
         assert num_loaded(store) == num_loaded(store) == (0, 0)  # known by now
         disk.bytes_per_s = math.inf
         assert num_loaded(store) == (0, 0)
-        store.tiers._below[0]._probe_at = 1.0  # long ago
+        tier = store.tiers._below[0]
+        tier._probe_at = 1.0  # long ago
+        patience = store.tiers.patience(num_bytes, compute_s=0.2)
+        assert not tier.get(keys_of([7]), patience, lambda *_: None)
+        assert tier._probe_at < 1e9  # nothing found, nothing learned: tried again soon
+        tier._probe_at = 1.0
         assert num_loaded(store) == num_loaded(store) == (10, 10)
 
 

@@ -72,9 +72,10 @@ def test_logits_are_those_of_the_whole_model(
     assert stats.peak_window_bytes <= stats.window_bytes
     assert 0 < stats.num_waits < stats.num_uses
     weights.close()
+    closed = weights.stats  # read-ahead may have brought another piece since the last forward
     assert streamed(model) is None
     assert torch.equal(logits(model), wanted)
-    assert weights.stats == stats
+    assert weights.stats == closed
 
 
 def test_layers_that_are_not_cut_compute_the_same_bits(tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def add_tiers(parser: argparse.ArgumentParser) -> None:
     """Flags for tiers that outlive the process."""
     _add(parser, "disk_cache_dir", _help_of("disk_cache_dir"), metavar="FOLDER")
     _add(parser, "cache_url", _help_of("cache_url"), metavar="URL")
+    _add(parser, "cache_secret", _help_of("cache_secret"), metavar="SECRET")
 
 
 def add_answer(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:

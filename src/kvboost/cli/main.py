@@ -25,6 +25,7 @@ COMMANDS = {
     "doctor": "certify a model, measure it on this machine, and recommend settings",
     "bench": "compare speed and quality with other systems, and write a report",
     "analyze": "estimate from a request log what reuse would save; no model, no GPU",
+    "probe": "check the cache of any OpenAI-compatible server; no model, no GPU",
     "cache": "inspect, check and clean the folder of a disk tier",
     "top": "watch a running server: requests, reuse, latencies, tiers, errors",
     "keys": "create API keys for `kvboost serve`",

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 MAGIC = b"KVBF"
 VERSION = 1
 ALIGNMENT = 64  # of the payload: tensors are views of it
+MAX_HOME = 2**31 - 1  # positions
 MAX_HEAD_BYTES = 1 << 20  # no head of an honest frame comes near it
 
 # magic, version, codec, provenance | bytes of head, geometry, tokens, sensitivity, anchors | home |
@@ -130,6 +131,10 @@ def read(source: memoryview) -> Head:
     is_whole = len(tokens) % TOKEN_BYTES == 0 and len(words) % _ANCHOR.size == 0
     if not is_known or not is_whole or not geometry.isascii():
         raise FrameError("a field has a value that this version does not know")
+    num_tokens, anchors = len(tokens) // TOKEN_BYTES, tuple(_ANCHOR.iter_unpack(words))
+    is_sane = num_tokens > 0 and len(anchors) <= num_tokens and home <= MAX_HOME
+    if not is_sane or any(offset >= num_tokens for offset, _ in anchors):
+        raise FrameError("a count or an offset is out of range")
     is_exact = _PROVENANCES[provenance] is Provenance.EXACT
     entry = Entry(
         tokens=tokens,
@@ -146,7 +151,7 @@ def read(source: memoryview) -> Head:
         codec=codec,
         geometry=geometry.decode("ascii"),
         sensitivity=sensitivity,
-        anchors=tuple(_ANCHOR.iter_unpack(words)),
+        anchors=anchors,
         payload=payload,
         payload_sum=payload_sum,
     )

@@ -9,7 +9,7 @@ from weakref import finalize
 
 import numpy as np
 
-from kvboost.madvise import DONTNEED, POPULATE_WRITE, madvise
+from kvboost.madvise import DONTNEED, POPULATE_WRITE, madvise, reserve
 
 SLAB_BYTES = 64 << 20
 
@@ -18,10 +18,7 @@ class _Slab:
     def __init__(self, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
         size_bytes = max(SLAB_BYTES, slot_bytes)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        memory = mmap.mmap(-1, size_bytes, flags=flags)
-        memory.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would outlast the frames in it
-        self.memory = np.frombuffer(memory, np.uint8)
+        self.memory = np.frombuffer(reserve(size_bytes), np.uint8)
         self.address = self.memory.ctypes.data
         self.free = list(range(0, size_bytes, slot_bytes))
         self.num_slots = len(self.free)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kvboost.build import Parts
-from kvboost.engine.prefill import Prefilled, Terms
+from kvboost.config import EXACT_BITS
+from kvboost.engine.prefill import Brought, Prefilled, Terms, look_up, prefill
 from kvboost.engine.request import Request
 from kvboost.engine.verify import compare
 from kvboost.models.rows import Rows
@@ -34,9 +35,9 @@ class Audit:
 def prepare_audit(
     request: Request, parts: Parts, prefilled: Prefilled, terms: Terms, answer: list[int]
 ) -> Audit | None:
-    """What an audit of this answer needs, if it is one that the quality budget wants audited."""
+    """What an audit of this answer on moved K/V needs, if the quality budget wants one."""
     rows = prefilled.rows
-    if rows.exact_stop >= len(request.tokens) or rows.length < len(request.tokens) or not answer:
+    if rows.length < len(request.tokens) or not answer:
         return None
     if not parts.guard.wants_audit(parts.workload(request.tenant)):
         return None
@@ -68,11 +69,21 @@ def prepare(
     return Audit(tokens, answer, logits.float(), num_reused, terms)
 
 
-def carry_out(audit: Audit, parts: Parts) -> Iterator[None]:
-    """Compute the same answer in full, step by step, and tell the guard how far it was away."""
+def carry_out(audit: Audit, parts: Parts, promotion: Iterator[None] | None) -> Iterator[None]:
+    """Compute the same answer in full, step by step, and tell the guard how far it was away.
+
+    `promotion` stores what is needed first. If it could not, the audit is skipped: it needs memory
+    outside of the pool, which is for engines that cannot promote.
+    """
     workload = parts.workload(audit.terms.tenant)
     try:
-        logits = yield from _full_logits(audit, parts)
+        yield from promotion or ()
+        is_at_hand = num_at_hand(audit.tokens, parts, audit.terms.tenant) >= _num_needed(audit)
+        if promotion is not None and not (is_at_hand and _has_room(audit, parts)):
+            parts.guard.abandon(workload)
+            return
+        is_exact = parts.options.kv_cache_bits == EXACT_BITS
+        logits = yield from _full_logits(audit, parts, continues=is_exact and is_at_hand)
     except Exception:
         parts.guard.abandon(workload)
         raise
@@ -82,16 +93,49 @@ def carry_out(audit: Audit, parts: Parts) -> Iterator[None]:
     parts.guard.record(workload, audit.terms.ratio, check.mean_kl, check.top1_ratio)
 
 
-def _full_logits(audit: Audit, parts: Parts) -> Generator[None, None, torch.Tensor]:
-    """Logits of the answer by a full prefill; stops after each step."""
-    model, everything = parts.model, audit.tokens + audit.answer[:-1]
-    rows = model.fresh_rows(len(everything))
+def _num_needed(audit: Audit) -> int:
+    """First tokens whose exact K/V makes the rest a step."""
+    return len(audit.tokens) - 1 - STEP_TOKENS
+
+
+def _has_room(audit: Audit, parts: Parts) -> bool:
+    return parts.pool.room([]) >= 2 * STEP_TOKENS + len(audit.answer)
+
+
+def _full_logits(
+    audit: Audit, parts: Parts, *, continues: bool
+) -> Generator[None, None, torch.Tensor]:
+    """Logits of the answer without moved K/V; stops after each step, and keeps no rows of the pool.
+
+    `continues` stored K/V, which is a full prefill's.
+    """
+    everything, first = audit.tokens + audit.answer[:-1], len(audit.tokens) - 1
+    tenant, num_rows = audit.terms.tenant, len(everything)
+    if continues:
+        at_hand, terms = Brought(parts.store.tiers.memory), Terms("exact", tenant)
+        begun = prefill(everything[:first], parts, terms, capacity=num_rows, brought=at_hand)
+        rest = range(begun.pending[0], num_rows)
+        tokens, num_wanted = everything[rest.start :], len(audit.answer)
+        computed = parts.model.forward(begun.rows, tokens, rest, num_logits=num_wanted)
+        begun.rows.release()
+        return computed.float()
+    rows = parts.model.fresh_rows(num_rows)
     logits: list[torch.Tensor] = []
-    for start in range(0, len(everything), STEP_TOKENS):
-        step = range(start, min(start + STEP_TOKENS, len(everything)))
-        num_wanted = max(0, min(len(step), step.stop - (len(audit.tokens) - 1)))
+    for start in range(0, num_rows, STEP_TOKENS):
+        step = range(start, min(start + STEP_TOKENS, num_rows))
+        num_wanted = max(0, min(len(step), step.stop - first))
         tokens = everything[step.start : step.stop]
-        computed = model.forward(rows, tokens, step, num_logits=max(1, num_wanted))
+        computed = parts.model.forward(rows, tokens, step, num_logits=max(1, num_wanted))
         logits += [computed] if num_wanted else []
         yield
     return torch.cat(logits).float()
+
+
+def num_at_hand(tokens: Sequence[int], parts: Parts, tenant: str) -> int:
+    """How many first tokens have exact K/V in memory."""
+    num, memory = 0, parts.store.tiers.memory
+    for match in look_up(tokens, parts, Terms("exact", tenant)).matches:
+        if not memory.holds(match.key):
+            break
+        num = match.span.stop
+    return num

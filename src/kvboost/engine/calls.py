@@ -1,42 +1,35 @@
-"""From a call to its answer: the request, what is loaded for it, and its turn on the thread."""
+"""From a call to its request, and to what tiers below memory have for it."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from kvboost.build import Parts
 from kvboost.core import ReuseMode
-from kvboost.engine.answer import answer
+from kvboost.engine.contents import Contents
 from kvboost.engine.prefill import Terms, bring
-from kvboost.engine.request import Request, check_arguments, chosen_reuse
-from kvboost.engine.results import GenerationMode, GenerationResult
-from kvboost.engine.stream import Event
+from kvboost.engine.request import DocumentOrder, Request, check_arguments, chosen_reuse
+from kvboost.engine.results import GenerationMode
 from kvboost.engine.texts import check_ids, tokens_of
-from kvboost.engine.worker import Worker
 from kvboost.errors import KVBoostError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvboost.engine.texts import Prompt
-    from kvboost.engine.worker import Later
-
-Work: TypeAlias = "Callable[[], tuple[GenerationResult, Later]]"
 
 NUM_LOADERS = 4  # requests for which tiers below memory are asked at once
 
 
 class Calls:
-    """Makes requests, and has them answered one by one. Thread-safe."""
+    """Makes requests and loads for them. Thread-safe."""
 
-    def __init__(self, parts: Parts, tokenizer: PreTrainedTokenizerBase, worker: Worker) -> None:
-        self._parts, self._tokenizer, self._worker = parts, tokenizer, worker
+    def __init__(self, parts: Parts, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._parts, self._tokenizer = parts, tokenizer
         self._loader = ThreadPoolExecutor(NUM_LOADERS, "kvboost-load")
 
     def request(
@@ -48,6 +41,7 @@ class Calls:
         reuse: ReuseMode | None = None,
         tenant: str = "",
         adapter: str | None = None,
+        order: DocumentOrder = "given",
         **arguments: Any,
     ) -> Request:
         """The request of a call.
@@ -56,7 +50,8 @@ class Calls:
             ConfigError: it cannot be answered.
         """
         started_at = time.perf_counter()
-        tokens = tokens_of(prompt, self._tokenizer, documents)
+        arrangement = Contents(self._parts, self._tokenizer).arrangement(order, tenant, adapter)
+        tokens = tokens_of(prompt, self._tokenizer, documents, arrangement)
         check_ids(tokens, self._parts.model.num_embeddings, "the prompt")
         return Request(
             started_at=started_at,
@@ -65,23 +60,8 @@ class Calls:
             reuse=chosen_reuse(mode, reuse, self._parts.options.reuse),
             tenant=tenant,
             adapter=self._parts.model.adapters.find(adapter),
+            document_order=() if arrangement is None else arrangement.order,
         )
-
-    def start(
-        self, request: Request, put: Callable[[Event], None], cancelled: threading.Event
-    ) -> None:
-        """Have a request answered; `put` gets the text as it comes, and the end."""
-        reply = self._submit(request.streamed(put, cancelled))
-        reply.add_done_callback(lambda done: put(done.exception() or done.result()))
-
-    def run(self, request: Request) -> GenerationResult:
-        """Wait for the answer of a request."""
-        reply = self._submit(request)
-        try:
-            return reply.result()
-        except BaseException:  # most of all KeyboardInterrupt: don't compute for nobody
-            request.cancelled.set()
-            raise
 
     def loading(self, request: Request) -> Request:
         """The same request; what tiers below memory have of it is on its way."""
@@ -104,29 +84,3 @@ class Calls:
     def close(self) -> None:
         """End the threads that load."""
         self._loader.shutdown()
-
-    def _submit(self, request: Request) -> Future[GenerationResult]:
-        """Queue a request once its K/V was loaded: the engine's thread waits for no tier."""
-        request = self.loading(request)
-        work = partial(answer, request, self._parts, self._tokenizer)
-        if request.loading is None:
-            return self._worker.submit(work)
-        reply: Future[GenerationResult] = Future()
-        request.loading.add_done_callback(lambda _: self._queue(work, reply))
-        return reply
-
-    def _queue(self, work: Work, reply: Future[GenerationResult]) -> None:
-        try:
-            answered = self._worker.submit(work)
-        except KVBoostError as error:
-            reply.set_exception(error)
-        else:
-            answered.add_done_callback(partial(_pass_on, reply))
-
-
-def _pass_on(reply: Future[GenerationResult], answered: Future[GenerationResult]) -> None:
-    error = answered.exception()
-    if error is None:
-        reply.set_result(answered.result())
-    else:
-        reply.set_exception(error)

@@ -1,4 +1,4 @@
-"""What the store holds for a tenant: listed, pinned and deleted by an operator."""
+"""What the store holds for a tenant: to list, pin and delete, and to arrange documents by."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvboost.build import Parts
-from kvboost.core import TOKEN_BYTES, Chunk, FrameKey, ReusePlan, Span
-from kvboost.engine.prefill import Terms, bring, named_chunks, pin, space_of
-from kvboost.reuse.lookup import find_moved
+from kvboost.core import FrameKey, ReuseMode
+from kvboost.engine.arrangement import Arrangement
+from kvboost.engine.prefill import Terms, bring, look_up, named_chunks, pin, space_of
+from kvboost.engine.request import DocumentOrder
+from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvboost.core import Entry
@@ -57,6 +59,24 @@ class Contents:
             for entry in islice(self._entries(tenant, limit), limit)
         ]
 
+    def arrangement(
+        self, order: DocumentOrder, tenant: str, adapter: str | None
+    ) -> Arrangement | None:
+        """What arranges the documents of a prompt, if they may be."""
+        if order == "given":
+            return None
+        if order != "any":
+            raise ConfigError(f"order={order!r}: expected 'given' or 'any'")
+        parts = self._parts.under(self._parts.model.adapters.find(adapter))
+
+        def num_known(tokens: list[int], reuse: ReuseMode) -> int:
+            return look_up(tokens, parts, Terms(reuse, tenant)).num_reused if tokens else 0
+
+        return Arrangement(
+            lambda tokens: num_known(tokens, "exact"),
+            lambda tokens: 2 * num_known(tokens, "auto") >= len(tokens),
+        )
+
     def pin(self, tokens: list[int], *, tenant: str, ttl_s: float | None) -> int:
         """Pin the stored chunks of a text, and return how many there are."""
         return sum(pin(tokens, each, tenant=tenant, ttl_s=ttl_s) for each in self._parts.variants)
@@ -86,17 +106,10 @@ class Contents:
             if longer is not None:
                 wanted.add(longer.key)
         # The same text in the middle of other prompts; what is only in part of it stays.
-        moved = find_moved(ReusePlan(len(tokens) + 1), _with_one_more(chunks), index, space)
-        wanted |= {m.key for m in moved.matches if len(m.span) == m.num_tokens}
+        wanted.update(index.within(b"".join(chunk.tokens for chunk in chunks), space))
         return parts.store.delete(wanted)
 
     def _entries(self, tenant: str, limit: int) -> Iterator[Entry]:
         """Those of a tenant under one adapter after the other, of each at most `limit`."""
         for parts in self._parts.variants:
             yield from parts.store.index.entries(space_of(tenant, parts), limit)
-
-
-def _with_one_more(chunks: list[Chunk]) -> list[Chunk]:
-    """The same with a dummy token, because lookup never matches the last one."""
-    stop = chunks[-1].span.stop
-    return [*chunks, Chunk(Span(stop, stop + 1), bytes(TOKEN_BYTES))]

@@ -18,9 +18,9 @@ from kvboost.engine.batch.ticket import Ticket
 from kvboost.engine.calls import Calls
 from kvboost.engine.contents import Contents
 from kvboost.engine.explain import explain
-from kvboost.engine.request import DEFAULT_NEW_TOKENS, CallArguments, Request
+from kvboost.engine.request import DEFAULT_NEW_TOKENS, CallArguments, DocumentOrder, Request
 from kvboost.engine.results import CorrectnessReport, GenerationResult, ReuseReport, WarmResult
-from kvboost.engine.score import ScoreResult, continuation_tokens, score
+from kvboost.engine.score import ScoreResult, continuation_tokens
 from kvboost.engine.stats import cache_stats
 from kvboost.engine.stream import TextStream, text_of
 from kvboost.engine.texts import PREFACE, chat_tokens, texts_to_warm, tokens_of
@@ -47,8 +47,8 @@ class PretrainedArguments(OptionValues, LoadArguments, total=False):
 class KVBoost:
     """A Transformers model with a cache of the K/V it has computed.
 
-    Calls may come from any thread. Requests of `generate`, `stream` and `chat` run one at a time,
-    those of `submit` and `generate_batch` in one batch. As a context manager it closes itself.
+    Calls may come from any thread; all requests run in one batch. As a context manager it closes
+    itself.
 
     Example:
         The examples of the methods use this `engine`.
@@ -111,7 +111,7 @@ class KVBoost:
             self._worker.close()
             raise
         self._worker.at_end(self._parts.store.tiers.close)
-        self._calls = Calls(self._parts, tokenizer, self._worker)
+        self._calls = Calls(self._parts, tokenizer)
         self._front = BatchFront(self._parts, tokenizer, self._worker, self._calls.loading)
         self._warming = Warming(self._parts, self._worker, self._front.is_busy)
 
@@ -168,6 +168,8 @@ class KVBoost:
             max_new_tokens: Most tokens to generate; default: 64.
             documents: Texts inside the prompt that other prompts contain too. Each is tokenized
                 on its own, so that it has the same tokens in every prompt.
+            order: "any" lets the documents exchange their places, so that the prompt continues
+                a stored one; `result.document_order` says how. Default: "given".
             reuse: "off", "exact" or "auto"; default: the engine's option.
             tenant: Whose cache to use. Tenants never hit each other's K/V.
             adapter: Name of a loaded adapter, "" for the base model; default: the model as loaded.
@@ -194,7 +196,7 @@ class KVBoost:
             >>> engine.generate(prompt, max_new_tokens=4, tenant="somebody else").cached_tokens
             0
         """
-        return self._calls.run(self._calls.request(prompt, max_new_tokens, **arguments))
+        return self._front.run(self._calls.request(prompt, max_new_tokens, **arguments))
 
     def generate_batch(
         self,
@@ -206,8 +208,7 @@ class KVBoost:
     ) -> list[GenerationResult]:
         """Complete several prompts in one batch and wait for all outputs.
 
-        Text that prompts share is computed and held once. Prompts with arguments that only
-        Transformers' `generate()` supports run one at a time.
+        Text that prompts share is computed and held once.
 
         Args:
             prompts: Texts or lists of token ids.
@@ -241,8 +242,7 @@ class KVBoost:
             self._calls.request(prompt, **{**common, **each})
             for prompt, each in zip(prompts, own, strict=True)
         ]
-        samplings = [sampling_of(each.arguments, self._parts.model) for each in requests]
-        return self._front.answer_all(requests, samplings, self._calls.run)
+        return self._front.run_all(requests)
 
     def submit(
         self,
@@ -309,6 +309,16 @@ class KVBoost:
         """
         return self._front.stats()
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the engine's current step began, 0 when idle; for health checks.
+
+        Example:
+            >>> engine.busy_s < 60
+            True
+        """
+        return self._worker.busy_s
+
     def stream(
         self,
         prompt: Prompt,
@@ -331,7 +341,7 @@ class KVBoost:
             ' Paris.'
         """
         request = self._calls.request(prompt, max_new_tokens, **arguments)
-        return TextStream(partial(self._calls.start, request))
+        return TextStream(partial(self._front.start, request))
 
     def astream(
         self,
@@ -357,7 +367,7 @@ class KVBoost:
             ' Paris.'
         """
         request = self._calls.request(prompt, max_new_tokens, **arguments)
-        return text_of(partial(self._calls.start, request))
+        return text_of(partial(self._front.start, request))
 
     @overload
     def chat(
@@ -416,8 +426,8 @@ class KVBoost:
         """
         request = self._chat_request(messages, max_new_tokens, tools, **arguments)
         if stream:
-            return TextStream(partial(self._calls.start, request))
-        return self._calls.run(request)
+            return TextStream(partial(self._front.start, request))
+        return self._front.run(request)
 
     def achat(
         self,
@@ -444,7 +454,7 @@ class KVBoost:
             True
         """
         request = self._chat_request(messages, max_new_tokens, tools, **arguments)
-        return text_of(partial(self._calls.start, request))
+        return text_of(partial(self._front.start, request))
 
     def _chat_request(
         self,
@@ -452,14 +462,17 @@ class KVBoost:
         max_new_tokens: int | None,
         tools: Any,
         documents: Sequence[str] = (),
+        order: DocumentOrder = "given",
         **arguments: Any,
     ) -> Request:
         started_at = time.perf_counter()
-        tokens = chat_tokens(
-            messages, self.tokenizer, documents, tools=tools, add_generation_prompt=True
-        )
+        whose = arguments.get("tenant", ""), arguments.get("adapter")
+        arrangement = self.contents.arrangement(order, *whose)
+        template = {"tools": tools, "add_generation_prompt": True}
+        tokens = chat_tokens(messages, self.tokenizer, documents, arrangement, **template)
         request = self._calls.request(tokens, max_new_tokens, **arguments)
-        return replace(request, started_at=started_at)
+        document_order = () if arrangement is None else arrangement.order
+        return replace(request, started_at=started_at, document_order=document_order)
 
     def warm(
         self,
@@ -593,8 +606,7 @@ class KVBoost:
         )
         num_known = self._parts.model.num_embeddings
         tokens = continuation_tokens(continuations, self.tokenizer, num_known)
-        work = partial(score, self._calls.loaded(request), tokens, self._parts)
-        return self._worker.submit(work).result()
+        return self._front.score(request, tokens)
 
     def verify_correctness(
         self,
@@ -748,7 +760,7 @@ class KVBoost:
         self._parts.store.index.watch(listener)
 
     def flush(self) -> None:
-        """Wait until earlier requests are stored and audited.
+        """Wait until earlier requests are stored, promoted and audited.
 
         Waits at most a minute for tiers below memory.
 

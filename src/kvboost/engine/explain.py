@@ -10,7 +10,6 @@ import numpy as np
 
 from kvboost.build import Parts
 from kvboost.core import TOKEN_BYTES, Chunk, ChunkKeys, MatchKind, Namespace, Span
-from kvboost.engine.answer import terms_of, why_not
 from kvboost.engine.prefill import (
     Terms,
     dropped,
@@ -23,6 +22,7 @@ from kvboost.engine.prefill import (
 from kvboost.engine.report import describe, expected_ms
 from kvboost.engine.request import Request
 from kvboost.engine.results import ReuseReport, SpanReport
+from kvboost.engine.terms import terms_of, why_not
 from kvboost.policy.cost import Work
 from kvboost.reuse.lookup import LEAST_MOVED_TOKENS, LEAST_TOKENS
 from kvboost.tiers.index import ChunkIndex

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -14,6 +14,7 @@ from kvboost.codecs.frame import OWNER_BYTES
 from kvboost.core import (
     Chunk,
     ChunkKeys,
+    ContentKey,
     FrameKey,
     Match,
     MatchKind,
@@ -32,7 +33,7 @@ from kvboost.policy.cost import MOVED_GAIN, Work
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import content_key, derive, namespace
 from kvboost.reuse.lookup import LEAST_MOVED_TOKENS, find, find_moved
-from kvboost.reuse.place import assemble
+from kvboost.reuse.place import assemble, is_what_it_says
 from kvboost.reuse.run import forward
 from kvboost.reuse.store import commit, commit_approximate
 from kvboost.tiers.base import StoredChunk
@@ -76,6 +77,7 @@ class Decision:
     plan: ReusePlan
     dropped: tuple[Span, ...]  # found, but computing it is expected to be faster
     is_alone: bool  # rotates its keys unlike shorter sequences
+    capacity: int  # tokens that the sequence may come to
     started_at: float
     lookup_ms: float
     num_shared: int = 0  # tokens at the start whose rows are there already
@@ -131,12 +133,15 @@ def prefill(
     return fill(decision, tokens, parts, terms, capacity, brought)
 
 
-def room_for(num_rows: int, parts: Parts, prefix: Sequence[Run] = ()) -> Rows:
-    """Rows in the pool after a prefix there; all elsewhere where the pool has too little room."""
+def room_for(num_rows: int, capacity: int, parts: Parts, prefix: Sequence[Run] = ()) -> Rows:
+    """Rows in the pool after a prefix there.
+
+    All `capacity` elsewhere where the pool has too little room: these cannot grow.
+    """
     try:
         return Rows(parts.pool, num_rows, prefix)
     except KVBoostError:
-        return parts.model.fresh_rows(num_rows)
+        return parts.model.fresh_rows(capacity)
 
 
 def decide(tokens: Sequence[int], parts: Parts, terms: Terms, *, capacity: int) -> Decision:
@@ -146,7 +151,7 @@ def decide(tokens: Sequence[int], parts: Parts, terms: Terms, *, capacity: int) 
     found = ReusePlan(len(tokens)) if is_alone else look_up(tokens, parts, terms)
     wanted = worthwhile(found, parts, terms)
     lookup_ms = 1e3 * (time.perf_counter() - started)
-    return Decision(wanted, dropped(found, wanted), is_alone, started, lookup_ms)
+    return Decision(wanted, dropped(found, wanted), is_alone, capacity, started, lookup_ms)
 
 
 def fill(
@@ -171,10 +176,12 @@ def fill(
     chunks = store.tiers.get(keys) if brought is None else store.tiers.memory.get(keys)
     if brought is not None:
         brought.release()
-    prefix = live or ([] if decision.is_alone else _stored_prefix(reused, chunks, space, parts))
-    rows = room_for(num_rows, parts, prefix)
+    prefix = live or (
+        [] if decision.is_alone else _stored_prefix(tokens, reused, chunks, space, parts)
+    )
+    rows = room_for(num_rows, decision.capacity, parts, prefix)
     copied = tuple(m for m in reused.matches if m.span.stop > rows.num_shared)
-    placed = assemble(ReusePlan(len(tokens), copied), rows, model, store, space, chunks)
+    placed = assemble(ReusePlan(len(tokens), copied), tokens, rows, model, store, space, chunks)
     del chunks
     store.forget(placed.lost)
     placed_at = time.perf_counter()
@@ -203,7 +210,9 @@ def fill(
     )
 
 
-def _stored_prefix(plan: ReusePlan, chunks: Chunks, space: Namespace, parts: Parts) -> list[Run]:
+def _stored_prefix(
+    tokens: Sequence[int], plan: ReusePlan, chunks: Chunks, space: Namespace, parts: Parts
+) -> list[Run]:
     """Rows of the pool that hold the exact prefix, if it can be attended to where it is."""
     if not parts.model.joins or parts.piece_tokens is not None:
         return []
@@ -213,7 +222,7 @@ def _stored_prefix(plan: ReusePlan, chunks: Chunks, space: Namespace, parts: Par
         chunk = chunks.get(match.key)
         if match.kind is not MatchKind.EXACT or chunk is None or chunk.rows is None:
             break
-        if chunk.entry.space != space:
+        if chunk.entry.space != space or not is_what_it_says(chunk, match, tokens):
             break
         rows += cut(chunk.rows, 0, len(match.span))
         num_rows = match.span.stop
@@ -252,7 +261,8 @@ def look_up(tokens: Sequence[int], parts: Parts, terms: Terms) -> ReusePlan:
     plan = find(chunks, keys, parts.store.index, granularity=parts.piece_tokens or 1)
     # Pieces of fixed shape promise equal bits, which moved K/V cannot keep.
     if terms.reuse == "auto" and parts.model.rotations and parts.piece_tokens is None:
-        plan = find_moved(plan, chunks, parts.store.index, space)
+        is_same = parts.options.company == "same"
+        plan = find_moved(plan, chunks, parts.store.index, space, same_company=is_same)
     return plan
 
 
@@ -321,6 +331,14 @@ def keep(
 
 
 def _keep_approximate(prefilled: Prefilled, tokens: Sequence[int], parts: Parts) -> None:
+    for chunks, keys in approximate_chunks(prefilled, tokens, parts):
+        commit_approximate(prefilled.rows, chunks, keys, prefilled.space, parts.store)
+
+
+def approximate_chunks(
+    prefilled: Prefilled, tokens: Sequence[int], parts: Parts
+) -> Iterator[tuple[list[Chunk], list[ContentKey]]]:
+    """What is stored of the live stretches behind moved text, with its keys."""
     rows, space = prefilled.rows, prefilled.space
     plan = prefilled.plan.before(len(tokens))
     live = [span for span in plan.live if span.start >= rows.exact_stop]
@@ -328,8 +346,7 @@ def _keep_approximate(prefilled: Prefilled, tokens: Sequence[int], parts: Parts)
     for span in live:
         if len(span) >= LEAST_MOVED_TOKENS and span.start < plan.approximate_start:
             chunks = _split(tokens[span.start : span.stop], parts, first=span.start)
-            names = [content_key(chunk.tokens, space) for chunk in chunks]
-            commit_approximate(rows, chunks, names, space, parts.store)
+            yield chunks, [content_key(chunk.tokens, space) for chunk in chunks]
 
 
 def pin(tokens: list[int], parts: Parts, *, tenant: str, ttl_s: float | None) -> int:

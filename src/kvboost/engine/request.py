@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from kvboost.config import check_reuse, option_names
 from kvboost.core import ReuseMode
@@ -18,6 +18,8 @@ from kvboost.errors import ConfigError
 from kvboost.models.adapters import Adapter
 
 log = logging.getLogger(__name__)
+
+DocumentOrder: TypeAlias = Literal["given", "any"]
 
 DEFAULT_NEW_TOKENS = 64
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # in the order of messages
@@ -43,9 +45,9 @@ class Request:
     arguments: dict[str, Any]  # for Transformers' generate()
     started_at: float = field(default_factory=time.perf_counter)
     ready_at: float = field(default_factory=time.perf_counter)  # when its tokens were there
-    emit: Callable[[str], None] | None = None  # gets the text as it comes
     loading: Future[Brought] | None = None  # of what tiers below memory have of the prompt
     cancelled: threading.Event = field(default_factory=threading.Event)
+    document_order: tuple[int, ...] = ()  # of arranged documents
 
     @property
     def brought(self) -> Brought | None:
@@ -65,10 +67,6 @@ class Request:
         if self.loading.exception() is None:
             self.loading.result().release()
 
-    def streamed(self, emit: Callable[[str], None], cancelled: threading.Event) -> Request:
-        """The same request with a listener and a way to stop it."""
-        return replace(self, emit=emit, cancelled=cancelled)
-
 
 class CallArguments(TypedDict, total=False):
     """Keyword arguments of `generate`, `stream` and `chat`, for type checkers and editors.
@@ -78,6 +76,7 @@ class CallArguments(TypedDict, total=False):
     """
 
     documents: Sequence[str]
+    order: DocumentOrder
     mode: GenerationMode | None
     reuse: ReuseMode | None
     tenant: str

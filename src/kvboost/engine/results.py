@@ -127,7 +127,7 @@ class GenerationResult:
         >>> 0 < result.ttft_ms <= result.total_ms
         True
         >>> list(result.stages_ms)
-        ['tokenize', 'wait', 'lookup', 'load', 'select', 'forward', 'decode']
+        ['tokenize', 'wait', 'lookup', 'load', 'forward', 'decode']
     """
 
     output_text: str  #: generated text, without the prompt
@@ -140,10 +140,13 @@ class GenerationResult:
     cached_tokens: int  #: prompt tokens that were not computed
     reuse: ReuseReport  #: what was reused, span by span
     output_texts: list[str]  #: one text per sequence, with `num_return_sequences`
-    output: Any  #: return value of Transformers' `generate()`, without the cache
-    #: Time by stage, in order: tokenize, wait (for a turn), lookup, load, select (which tokens to
-    #: repair), forward and decode. In a batch: wait, lookup, load, forward and decode.
+    #: return value of Transformers' `generate()`, without the cache; None if KVBoost generated the
+    #: output itself: greedy, with no arguments but `max_new_tokens` and `repetition_penalty`
+    output: Any
+    #: Time by stage, in order: tokenize, wait (for a turn), lookup, load, forward and decode.
     stages_ms: dict[str, float] = field(default_factory=dict)
+    #: with `order="any"`: the numbers of `documents` in the order that the prompt had
+    document_order: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         text = " ".join(self.output_text.split())

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvboost.build import Parts
-from kvboost.engine.answer import terms_of, why_not
-from kvboost.engine.audit import carry_out, prepare_audit
-from kvboost.engine.prefill import Prefilled, complete, keep, prefill
-from kvboost.engine.report import count, report
-from kvboost.engine.request import Request
 from kvboost.engine.results import ReuseReport
 from kvboost.engine.texts import check_ids
-from kvboost.errors import ConfigError, UnsupportedModel
+from kvboost.errors import ConfigError
 from kvboost.models.hf import HFModel
 from kvboost.models.rows import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from kvboost.engine.batch.member import Member
     from kvboost.engine.texts import Prompt
-    from kvboost.engine.worker import Idle, Later
 
 STEP_TOKENS = 256  # whose logits are there at once: a row has the size of the vocabulary
 
@@ -76,48 +69,35 @@ def continuation_tokens(
     return tokens
 
 
-def score(
-    request: Request, continuations: Sequence[list[int]], parts: Parts
-) -> tuple[ScoreResult, Later]:
-    """Score continuations of a prompt, and return with it the work of storing the prompt's K/V.
+class Scoring:
+    """Computes log probabilities on the rows of a prompt; afterwards `scores`."""
 
-    Raises:
-        UnsupportedModel: the model runs without our cache.
-    """
-    parts, tokens = parts.under(request.adapter), request.tokens
-    model = parts.model
-    if model.refusal:
-        raise UnsupportedModel(model.refusal)
-    capacity = len(tokens) + max(map(len, continuations))
-    note = why_not(request, model, capacity)
-    terms, guard_note = terms_of(request, parts, is_refused=bool(note))
-    prefilled = prefill(tokens, parts, terms, capacity=capacity, brought=request.brought)
-    first = complete(prefilled, tokens, parts)
-    read_at = time.perf_counter()
-    result = ScoreResult(
-        scores=[_score(each, first, len(tokens), prefilled.rows, model) for each in continuations],
-        prompt_tokens=len(tokens),
-        cached_tokens=prefilled.num_cached,
-        reuse=report(prefilled, len(tokens), parts, note or guard_note, read_at),
-        total_ms=1e3 * (time.perf_counter() - request.started_at),
-    )
-    count(request, prefilled, parts, looked_up=not note)
+    def __init__(self, continuations: Sequence[list[int]]) -> None:
+        self._continuations = continuations
+        self.scores: list[Score] = []
 
-    def later() -> Idle | None:
-        parts.cost.observe(prefilled.work, read_at - prefilled.started_at)
-        audit = None
-        if not note:
-            _store(request, parts, prefilled)
-            audit = prepare_audit(request, parts, prefilled, terms, continuations[0])
-        prefilled.rows.release()
-        return None if audit is None else carry_out(audit, parts)
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest continuation."""
+        return max(map(len, self._continuations))
 
-    return result, later
+    def steps(self, member: Member) -> Generator[None, None, None]:
+        """Score one continuation after the other; stops after each forward."""
+        model, rows, tokens = member.parts.model, member.rows, member.request.tokens
+        places, corrected = member.take(len(member.pending))
+        rest = [tokens[place] for place in places]
+        first = model.forward(rows, rest, places, corrected=corrected)
+        yield
+        for each in self._continuations:
+            score = yield from _score(each, first, len(tokens), rows, model)
+            self.scores.append(score)
+        rows.crop(len(tokens))  # continuations are not stored
+        member.output, member.finish_reason = list(self._continuations[0]), "length"
 
 
 def _score(
     tokens: list[int], first: torch.Tensor, num_before: int, rows: Rows, model: HFModel
-) -> Score:
+) -> Generator[None, None, Score]:
     """Run a continuation behind the prompt's rows, over those of the one before it.
 
     `first` are the logits after the prompt; the last token is never run.
@@ -130,6 +110,7 @@ def _score(
         logits = model.forward(rows, tokens[start:stop], positions, num_logits=stop - start)
         more, are_best = _read(logits, tokens[start + 1 : stop + 1])
         logprobs, is_greedy = logprobs + more, is_greedy and are_best
+        yield
     return Score(tokens, logprobs, is_greedy)
 
 
@@ -138,11 +119,3 @@ def _read(logits: torch.Tensor, tokens: list[int]) -> tuple[list[float], bool]:
     wanted = torch.tensor(tokens, device=logits.device)
     logprobs = logits.float().log_softmax(-1).gather(-1, wanted[:, None])[:, 0]
     return logprobs.tolist(), bool((logits.argmax(-1) == wanted).all())
-
-
-def _store(request: Request, parts: Parts, prefilled: Prefilled) -> None:
-    """Keep the prompt's K/V, in whole pieces where these have a fixed shape."""
-    size = parts.piece_tokens or 1
-    whole = request.tokens[: len(request.tokens) // size * size]
-    if whole:
-        keep(prefilled, whole, parts, tenant=request.tenant)

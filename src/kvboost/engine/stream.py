@@ -78,8 +78,8 @@ async def text_of(start: Start) -> AsyncIterator[str]:
     def put(event: Event) -> None:
         loop.call_soon_threadsafe(events.put_nowait, event)
 
-    start(put, cancelled)
     try:
+        await loop.run_in_executor(None, start, put, cancelled)  # it may wait for a place
         while isinstance(event := await events.get(), str):
             yield event
         if isinstance(event, BaseException):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from kvboost.engine.arrangement import Arrangement, Piece
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +41,10 @@ MOST_PLACES = 4096  # of documents in a prompt: each is tokenized by itself
 
 
 def tokens_of(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, documents: Sequence[str] = ()
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[str] = (),
+    arrangement: Arrangement | None = None,
 ) -> list[int]:
     """Token ids of a prompt; each of `documents` in it is tokenized by itself.
 
@@ -49,7 +53,7 @@ def tokens_of(
         ConfigError: the prompt is empty or lacks one of the documents.
     """
     if isinstance(prompt, str):
-        tokens = _tokens_of_text(prompt, tokenizer, documents)
+        tokens = _tokens_of_text(prompt, tokenizer, documents, arrangement)
     else:
         tokens = _checked_ids(prompt)
         if documents:
@@ -97,12 +101,13 @@ def chat_tokens(
     messages: Messages,
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[str] = (),
+    arrangement: Arrangement | None = None,
     **arguments: Any,
 ) -> list[int]:
     """Token ids of a conversation in the model's chat template."""
     if documents:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
-        return _tokens_of_text(text, tokenizer, documents, add_special_tokens=False)
+        return _tokens_of_text(text, tokenizer, documents, arrangement, add_special_tokens=False)
     encoded = tokenizer.apply_chat_template(
         list(messages), tokenize=True, return_dict=True, **arguments
     )
@@ -132,20 +137,26 @@ def _tokens_of_text(
     text: str,
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[str],
+    arrangement: Arrangement | None = None,
     **arguments: Any,
 ) -> list[int]:
-    tokens: list[int] = []
-    for piece in _cut_at(text, documents):
-        more = {"add_special_tokens": False} if tokens else arguments
-        tokens += tokenizer(piece, **more).input_ids
-    return tokens
+    pieces: list[Piece] = []
+    arrangement = arrangement if documents else None
+    for piece, document in _cut_at(text, documents):
+        if not pieces and arrangement is not None:  # special tokens come before any document
+            pieces.append(Piece(tokenizer("", **arguments).input_ids))
+        more = {"add_special_tokens": False} if pieces else arguments
+        pieces.append(Piece(tokenizer(piece, **more).input_ids, document))
+    if arrangement is not None:
+        return arrangement(pieces)
+    return [token for piece in pieces for token in piece.tokens]
 
 
-def _cut_at(text: str, documents: Sequence[str]) -> list[str]:
-    """The text in pieces, each document a piece of its own."""
+def _cut_at(text: str, documents: Sequence[str]) -> list[tuple[str, int | None]]:
+    """The text in pieces, each document a piece of its own with its number."""
     if isinstance(documents, str):
         raise ConfigError("documents is one text: expected a list of texts")
-    places: list[tuple[int, int]] = []
+    places: list[tuple[int, int, int]] = []
     for count, document in enumerate(documents):
         place = text.find(document)
         if not document or place < 0:
@@ -154,11 +165,12 @@ def _cut_at(text: str, documents: Sequence[str]) -> list[str]:
         while place >= 0:
             if len(places) == MOST_PLACES:
                 raise ConfigError(f"documents occur more than {MOST_PLACES} times in the prompt")
-            places.append((place, place + len(document)))
+            places.append((place, place + len(document), count))
             place = text.find(document, place + len(document))
-    pieces, cursor = [], 0
-    for start, stop in sorted(places):
+    pieces: list[tuple[str, int | None]] = []
+    cursor = 0
+    for start, stop, count in sorted(places):
         if start >= cursor:
-            pieces += [text[cursor:start], text[start:stop]]
+            pieces += [(text[cursor:start], None), (text[start:stop], count)]
             cursor = stop
-    return [piece for piece in (*pieces, text[cursor:]) if piece]
+    return [each for each in (*pieces, (text[cursor:], None)) if each[0]]

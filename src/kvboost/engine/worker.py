@@ -7,6 +7,8 @@ compute threads, where torch would make a team of its own for every thread that 
 from __future__ import annotations
 
 import logging
+import math
+import os
 import queue
 import threading
 import time
@@ -14,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -22,8 +25,6 @@ from kvboost.errors import KVBoostError
 T = TypeVar("T")
 Idle = Iterator[None]
 """Work for quiet times, in steps: a request waits for one step at most."""
-Later = Callable[[], Idle | None]
-"""Work after a result was delivered."""
 Step = Callable[[], float | None]
 """A step of steady work; in how many seconds the next one is due, None: not before a new job."""
 
@@ -37,6 +38,13 @@ MOST_BUSY_S = 0.005  # that jobs take before steady work has a step, though more
 log = logging.getLogger(__name__)
 
 
+@dataclass
+class Pulse:
+    """What the thread is about."""
+
+    busy_since: float | None = None  # with the job or step of this moment
+
+
 class Worker:
     """Runs work in the order it comes, and idle work in between."""
 
@@ -46,10 +54,12 @@ class Worker:
         self._steady: list[Step] = []
         self._lock = threading.Lock()
         self._is_closed = False
+        self._process_id = os.getpid()
+        self._pulse = Pulse()
         # The thread knows the queues and not the worker, so that a dropped engine can end.
         self._thread = threading.Thread(
             target=_loop,
-            args=(self._jobs, self._idle, self._steady, quiet_s),
+            args=(self._jobs, self._idle, self._steady, self._pulse, quiet_s),
             name="kvboost",
             daemon=True,
         )
@@ -59,14 +69,12 @@ class Worker:
 
     def call(self, work: Callable[[], T]) -> T:
         """Do `work` on the thread and wait for it."""
+        return self.start(work).result()
+
+    def start(self, work: Callable[[], T]) -> Future[T]:
+        """Do `work` on the thread."""
         reply: Future[T] = Future()
         self._queue(partial(_fulfil, reply, work))
-        return reply.result()
-
-    def submit(self, work: Callable[[], tuple[T, Later]]) -> Future[T]:
-        """Start work that returns a result and what is to be done once the result is delivered."""
-        reply: Future[T] = Future()
-        self._queue(partial(_deliver, reply, work, self._idle))
         return reply
 
     def post(self, work: Callable[[], object]) -> None:
@@ -84,6 +92,14 @@ class Worker:
     def add_idle(self) -> Callable[[Idle], None]:
         """For steady work: takes work for quiet times."""
         return self._idle.append
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the current job or step began; 0 when idle, infinite after the end."""
+        if not self._thread.is_alive():
+            return math.inf
+        since = self._pulse.busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def at_end(self, ending: Callable[[], None]) -> None:
         """Call something when the thread has ended; it must not refer to the worker."""
@@ -107,17 +123,50 @@ class Worker:
 
     def _queue(self, job: Callable[[], object]) -> None:
         self.check_caller()
+        if os.getpid() != self._process_id:  # a fork copies no threads
+            raise KVBoostError("this process was forked from the engine's: create an engine here")
         with self._lock:
             if self._is_closed:
                 raise KVBoostError("the engine is closed")
             self._jobs.put(job)
 
 
-def _loop(jobs: Jobs, idle: deque[Idle], steady: list[Step], quiet_s: float) -> None:
+class CallerThread:
+    """Does work at once, on the thread that asks for it; idle work is dropped. For measuring."""
+
+    def __init__(self) -> None:
+        self._steady: list[Step] = []
+
+    def start(self, work: Callable[[], T]) -> Future[T]:
+        """Do `work`."""
+        reply: Future[T] = Future()
+        _fulfil(reply, work)
+        return reply
+
+    def post(self, work: Callable[[], object]) -> None:
+        """Do `work`, and steady work to its end."""
+        work()
+        while (due_s := _step_all(self._steady)) is not None:
+            time.sleep(due_s)
+
+    def run_steadily(self, step: Step) -> None:
+        """See `Worker`."""
+        self._steady.append(step)
+
+    def add_idle(self, idle: Idle) -> None:
+        """Drop it."""
+
+    def check_caller(self) -> None:
+        """Any thread may call."""
+
+
+def _loop(jobs: Jobs, idle: deque[Idle], steady: list[Step], pulse: Pulse, quiet_s: float) -> None:
     patience, due_s, busy_s = quiet_s, None, 0.0
     overdue_at = 0.0
     while True:
+        pulse.busy_since = None
         job = _next(jobs, due_s if due_s is not None else patience if idle else None)
+        pulse.busy_since = time.monotonic()
         if job is None:
             break
         is_quiet = job is _nothing and due_s is None
@@ -167,22 +216,6 @@ def _finish(jobs: Jobs, thread: threading.Thread, endings: list[Callable[[], Non
         thread.join()
     for ending in endings:
         ending()
-
-
-def _deliver(reply: Future[T], work: Callable[[], tuple[T, Later]], idle: deque[Idle]) -> None:
-    try:
-        result, later = work()
-    except BaseException as error:
-        reply.set_exception(error)
-        return
-    reply.set_result(result)
-    try:
-        more = later()
-    except Exception:
-        log.exception("storing a request's K/V failed; its output is not affected")
-        return
-    if more is not None:
-        idle.append(more)
 
 
 def _step(idle: deque[Idle]) -> None:

@@ -73,7 +73,7 @@ def with_own_folder(options: Options, rank: int) -> Options:
 
 async def respond(app: ASGIApp, request: Forwarded) -> AsyncIterator[Head | bytes]:
     """Run an ASGI application on a request; closing the generator means that the client left."""
-    sent: asyncio.Queue[Message | None] = asyncio.Queue()
+    sent: asyncio.Queue[Message | None] = asyncio.Queue(1)  # the application waits for the client
     is_gone = asyncio.Event()
     unread = [{"type": "http.request", "body": request.body, "more_body": False}]
 
@@ -83,8 +83,17 @@ async def respond(app: ASGIApp, request: Forwarded) -> AsyncIterator[Head | byte
         await is_gone.wait()
         return {"type": "http.disconnect"}
 
-    running = asyncio.ensure_future(app(_scope(request), receive, sent.put))
-    running.add_done_callback(lambda _: sent.put_nowait(None))
+    async def send(message: Message | None) -> None:
+        if not is_gone.is_set():
+            await sent.put(message)
+
+    async def run() -> None:
+        try:
+            await app(_scope(request), receive, send)
+        finally:
+            await send(None)
+
+    running = asyncio.ensure_future(run())
     try:
         while (message := await sent.get()) is not None:
             if message["type"] == "http.response.start":
@@ -95,6 +104,8 @@ async def respond(app: ASGIApp, request: Forwarded) -> AsyncIterator[Head | byte
     finally:
         # Not cancelled: the application is to see the client leave, as it does behind a socket.
         is_gone.set()
+        if sent.full():
+            sent.get_nowait()  # for which it may be waiting
         running.add_done_callback(_retrieve)
 
 

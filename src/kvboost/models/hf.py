@@ -389,20 +389,18 @@ def _as_range(positions: Sequence[int]) -> Sequence[int]:
 
 
 class StepWatch(StoppingCriteria):
-    """Sees every decoding step: notes when the first token was there, and stops on request."""
+    """Calls `after_token` after each token of `generate()`; stops nothing."""
 
-    def __init__(self, is_cancelled: Callable[[], bool]) -> None:
-        self.first_token_at: float | None = None
-        self._is_cancelled = is_cancelled
+    def __init__(self, after_token: Callable[[], object]) -> None:
+        self._after_token, self._is_first = after_token, True
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Called by Transformers after each token; true for the sequences that shall end."""
-        if self.first_token_at is None:
-            if input_ids.is_cuda:
-                torch.cuda.synchronize(input_ids.device)
-            self.first_token_at = time.perf_counter()
-        shape, device = input_ids.shape[:1], input_ids.device
-        return torch.full(shape, self._is_cancelled(), device=device, dtype=torch.bool)
+        """Called by Transformers; false for every sequence."""
+        if self._is_first and input_ids.is_cuda:
+            torch.cuda.synchronize(input_ids.device)  # its time is reported
+        self._is_first = False
+        self._after_token()
+        return torch.zeros(input_ids.shape[:1], device=input_ids.device, dtype=torch.bool)
 
 
 def stopping_criteria(watch: StepWatch, others: Any) -> StoppingCriteriaList:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -117,7 +118,8 @@ def load_or_tell(
         return load(name, device, arguments, max_weight_bytes)
     except KVBoostError:
         raise
-    except (OSError, ValueError, AssertionError) as error:  # the last: torch has no CUDA
+    # AssertionError: torch has no CUDA. The last three: what a damaged GGUF file causes.
+    except (OSError, ValueError, AssertionError, struct.error, LookupError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of a file or a socket, and short
         raise ConfigError(f"model {name!r}: {_why(name, error)}") from error

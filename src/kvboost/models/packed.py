@@ -399,7 +399,8 @@ def run_last(model: PreTrainedModel, cache: ForwardCache) -> dict[Segment, torch
 
 def _find_shared(segments: Sequence[Segment], least_rows: int) -> None:
     """Have sequences that begin with the same rows attend to these together."""
-    appended = [each for each in segments if each.scattered is None]
+    # Private rows have pools of their own, whose row numbers mean other rows.
+    appended = [each for each in segments if each.scattered is None and not each.rows.is_private]
     counts = {each.rows.num_shared // SHARED_STEP * SHARED_STEP for each in appended}
     for count in sorted(count for count in counts if count >= least_rows):
         alike: dict[tuple[Run, ...], list[Segment]] = {}

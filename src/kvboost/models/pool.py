@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
@@ -14,6 +13,7 @@ import torch
 
 from kvboost.core import KVGeometry
 from kvboost.errors import KVBoostError
+from kvboost.madvise import reserve
 
 if TYPE_CHECKING:
     from kvboost.codecs.base import KV
@@ -78,16 +78,21 @@ class BlockPool:
         """Bytes of a block."""
         return self.block_size * self.geometry.bytes_per_token
 
-    def room(self, running: Iterable[tuple[Rows, int]]) -> int:
+    def room(self, running: Iterable[tuple[Rows, int]], leaving: Iterable[Rows] = ()) -> int:
         """Tokens of the longest sequence that has room beside others, below 0 if they have none.
 
-        Each of the others is given with the number of rows that it may come to.
+        Each of the running ones is given with the number of rows that it may come to; the rows of
+        those `leaving` count as free.
         """
-        members = list(running)
-        more = sum(self.blocks_for(max(0, most - rows.capacity)) for rows, most in members)
-        held = [self.blocks_of(self.pinned()), *(rows.blocks for rows, _ in members)]
-        num_held = len(np.unique(np.concatenate(held)))
-        return (self.num_blocks - num_held - more) * self.block_size
+        growing = ((rows, most) for rows, most in running if rows.pool is self)
+        more = sum(self.blocks_for(max(0, most - rows.capacity)) for rows, most in growing)
+        with self._lock:
+            holders = self._holders.copy()
+        holders[self.blocks_of(self.pinned())] += 1
+        for rows in leaving:
+            if rows.pool is self:
+                holders[rows.blocks] -= 1
+        return (self.num_blocks - int(np.count_nonzero(holders)) - more) * self.block_size
 
     def blocks_for(self, num_rows: int) -> int:
         """Blocks that so many rows take."""
@@ -99,8 +104,11 @@ class BlockPool:
         Raises:
             KVBoostError: fewer are free.
         """
-        while (missing := count - self.num_free) > 0 and self.evict(missing * self.block_bytes):
-            pass
+        # Nothing is evicted in vain.
+        can_have = count <= self.num_free or count * self.block_size <= self.room([])
+        while can_have and (missing := count - self.num_free) > 0:
+            if not self.evict(missing * self.block_bytes):
+                break
         with self._lock:
             blocks = self._find(count, after)
             self._holders[blocks] += 1
@@ -248,11 +256,4 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Zeros; on CPU memory that the system gives only as it is written, unlike torch.zeros."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if hasattr(mmap, "MAP_PRIVATE"):
-        memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    else:  # Windows
-        memory = mmap.mmap(-1, num_bytes)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a block is a few rows in each of many places
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return torch.frombuffer(reserve(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvboost.codecs.base import Codec
-from kvboost.codecs.frame import check_codec, decode, read, write
+from kvboost.codecs.frame import allocate, check_codec, decode, read, write
 from kvboost.core import Anchor, Entry, Span
 from kvboost.models.pool import BlockPool, Run
 from kvboost.models.rows import Rows
@@ -72,8 +72,10 @@ class PooledChunks:
         """A chunk of a copy of `frame`, which was checked."""
         head = read(frame)
         check_codec(head, self._codec)
-        source = memoryview(bytearray(frame)) if frame.readonly else frame  # torch wants it so
-        kv = decode(source, head, self._codec)
+        if frame.readonly:  # torch wants it writable
+            frame, mapped = allocate(frame.nbytes), frame
+            frame[:] = mapped
+        kv = decode(frame, head, self._codec)
         return self._copy(kv, head.entry, head.sensitivity, head.anchors)
 
     def _copy(

@@ -34,7 +34,7 @@ class _Enough(Exception):
 
 
 class Probe:
-    """Evidence for a repair strategy; see `kvboost.reuse.repair.base.Evidence`."""
+    """Evidence for a repair strategy; see `kvboost.reuse.repair.Evidence`."""
 
     def __init__(
         self,

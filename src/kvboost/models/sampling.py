@@ -13,7 +13,8 @@ from kvboost.core import Sampling
 MOST_RANKED = 1024  # tokens that are sorted at first: top_p and min_p rarely leave more
 LEAST_TEMPERATURE = 1e-5  # below, 32 bits do not tell it from zero
 
-LEAST_LOGPROB = -9999.0  # of what a grammar or a bias rules out: JSON has no infinity
+# Of what a grammar or a bias rules out, and of NaN: JSON has neither that nor infinity.
+LEAST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def _adjust(logits: torch.Tensor, chooser: Chooser) -> Exception | None:
 def _reported(token: int, logits: torch.Tensor, num_top: int | None) -> Choice:
     if num_top is None:
         return Choice(token)
-    logprobs = logits.log_softmax(dim=-1).clamp_min_(LEAST_LOGPROB)
+    logprobs = logits.log_softmax(dim=-1).nan_to_num_(LEAST_LOGPROB).clamp_min_(LEAST_LOGPROB)
     values, places = logprobs.topk(min(num_top, len(logprobs)))
     top = tuple(zip(places.tolist(), values.tolist(), strict=True))
     return Choice(token, float(logprobs[token]), top)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -15,6 +16,9 @@ NUM_TRIALS = 4
 """Audits of the first answers at each repair ratio; as many decide whether it is raised."""
 
 NUM_RECENT = 16
+
+NUM_COUNTED = 128
+"""Audits over which changed outputs are counted."""
 
 MOST_UNJUDGED = 64
 """Answers at a ratio, before its trials are done, after which moved text waits for them."""
@@ -45,6 +49,8 @@ class _State:
     num_waiting: int = 0  # audits that were asked for
     num_audits: int = 0
     kls: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
+    changed: deque[bool] = field(default_factory=lambda: deque(maxlen=NUM_COUNTED))
+    """Whether a full prefill would have worded the outputs differently."""
     top1s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
     note: str = ""
     closed_at: float = 0.0  # when moved text was taken away
@@ -53,8 +59,9 @@ class _State:
 class QualityGuard:
     """Raises the repair ratio of a workload, then takes moved text away, as audits demand.
 
-    A workload is a tenant's under one adapter. The first `NUM_TRIALS` answers at each ratio are
-    audited, then a sampled share. Thread-safe.
+    They do if their mean KL is over its budget, or if even the lower end of the interval of the
+    share of changed outputs is over its own. A workload is a tenant's under one adapter. The
+    first `NUM_TRIALS` answers at each ratio are audited, then a sampled share. Thread-safe.
     """
 
     def __init__(
@@ -62,10 +69,11 @@ class QualityGuard:
         budget_kl: float,
         ratios: Sequence[float],
         audit_ratio: float,
+        changed_budget: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._budget_kl, self._ratios, self._audit_ratio = budget_kl, tuple(ratios), audit_ratio
-        self._clock = clock
+        self._changed_budget, self._clock = changed_budget, clock
         self._lock = threading.Lock()
         self._states: OrderedDict[str, _State] = OrderedDict()
         self._num_waiting = 0
@@ -77,7 +85,8 @@ class QualityGuard:
             if state.level == len(self._ratios) and self._clock() > state.closed_at + AGAIN_AFTER_S:
                 self._set_level(state, len(self._ratios) - 1, "")
             is_allowed, note = state.level < len(self._ratios), state.note
-            if is_allowed and state.num_answers >= MOST_UNJUDGED and len(state.kls) < NUM_TRIALS:
+            is_unjudged = state.num_answers >= MOST_UNJUDGED and len(state.kls) < NUM_TRIALS
+            if is_allowed and is_unjudged and state.num_waiting:
                 is_allowed, note = False, "moved text is not reused until its first audits are done"
             ratio = self._ratios[min(state.level, len(self._ratios) - 1)]
             return Allowance(is_allowed, ratio, note)
@@ -103,22 +112,29 @@ class QualityGuard:
         """Take note of an audit, asked for by `wants_audit`, of an answer made at `ratio`."""
         with self._lock:
             state = self._state(tenant)
-            state.num_waiting -= 1
-            self._num_waiting -= 1
+            self._end_wait(state)
             if state.level >= len(self._ratios) or ratio != self._ratios[state.level]:
                 return  # the ratio was raised since
             state.num_audits += 1
+            state.changed.append(top1 < 1.0)
             state.kls.append(kl)
             state.top1s.append(top1)
+            if len(state.kls) < NUM_TRIALS:
+                return
             mean = sum(state.kls) / len(state.kls)
-            if len(state.kls) >= NUM_TRIALS and mean > self._budget_kl:
-                self._raise_level(tenant, state, mean)
+            least, _ = interval(sum(state.changed), len(state.changed))
+            if mean > self._budget_kl:
+                found = f"a mean KL of {mean:.3f}; the budget is {self._budget_kl:.3f}"
+                self._raise_level(tenant, state, found)
+            elif least > self._changed_budget:
+                found = f"{sum(state.changed)} of {len(state.changed)} outputs changed"
+                found += f"; the budget is {self._changed_budget:.0%}"
+                self._raise_level(tenant, state, found)
 
     def abandon(self, tenant: str) -> None:
         """An audit that was asked for will not come."""
         with self._lock:
-            self._state(tenant).num_waiting -= 1
-            self._num_waiting -= 1
+            self._end_wait(self._state(tenant))
 
     def snapshot(self) -> dict[str, dict[str, object]]:
         """Per tenant: what holds and what the recent audits found."""
@@ -130,6 +146,8 @@ class QualityGuard:
                     "audits": state.num_audits,
                     "mean_kl": sum(state.kls) / len(state.kls) if state.kls else None,
                     "mean_top1": sum(state.top1s) / len(state.top1s) if state.top1s else None,
+                    "changed": sum(state.changed) / len(state.changed) if state.changed else None,
+                    "changed_interval": interval(sum(state.changed), len(state.changed)),
                     "note": state.note,
                 }
                 for tenant, state in self._states.items()
@@ -142,20 +160,35 @@ class QualityGuard:
             self._states.popitem(last=False)
         return state
 
-    def _raise_level(self, tenant: str, state: _State, mean: float) -> None:
+    def _end_wait(self, state: _State) -> None:
+        self._num_waiting -= 1
+        state.num_waiting = max(0, state.num_waiting - 1)  # the workload was forgotten meanwhile
+
+    def _raise_level(self, tenant: str, state: _State, found: str) -> None:
         level = state.level + 1
-        found = f"audits found a mean KL of {mean:.3f}; the budget is {self._budget_kl:.3f}"
         if level < len(self._ratios):
-            self._set_level(
-                state, level, f"repair ratio raised to {self._ratios[level]:.2f}: {found}"
-            )
+            note = f"repair ratio raised to {self._ratios[level]:.2f}: audits found {found}"
+            self._set_level(state, level, note)
         else:
             state.level, state.closed_at = level, self._clock()
-            state.note = f"moved text is no longer reused: {found}"
+            state.note = f"moved text is no longer reused: audits found {found}"
         log.warning("tenant %r: %s", tenant, state.note)
 
     def _set_level(self, state: _State, level: int, note: str) -> None:
         """Begin the trials of a ratio."""
         state.level, state.num_answers, state.note = level, 0, note
+        state.changed.clear()
         state.kls.clear()
         state.top1s.clear()
+
+
+def interval(num_yes: int, num_all: int, z: float = 1.96) -> tuple[float, float]:
+    """Where a share lies with 95 % confidence, by Wilson's score."""
+    if num_all == 0:
+        return 0.0, 1.0
+    if num_yes == 0:  # not a rounding error above it
+        return 0.0, 1 - num_all / (num_all + z**2)
+    share, scale = num_yes / num_all, 1 + z**2 / num_all
+    middle = share + z**2 / (2 * num_all)
+    reach = z * math.sqrt(share * (1 - share) / num_all + (z / (2 * num_all)) ** 2)
+    return max(0.0, (middle - reach) / scale), min(1.0, (middle + reach) / scale)

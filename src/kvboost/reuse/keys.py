@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from hashlib import sha256
 
-from kvboost.core import Chunk, ChunkKeys, ContentKey, Namespace, PrefixKey
+from kvboost.core import Chunk, ChunkKeys, ContentKey, Namespace, PrefixKey, prefix_key
 from kvboost.tiers.epochs import owner
 
 
@@ -33,7 +33,7 @@ def derive(chunks: Iterable[Chunk], space: Namespace) -> list[ChunkKeys]:
     """
     keys, parent = [], PrefixKey(sha256(b"prefix" + space).digest())
     for chunk in chunks:
-        prefix = PrefixKey(sha256(parent + chunk.tokens).digest())
+        prefix = prefix_key(parent, chunk.tokens)
         keys.append(ChunkKeys(parent, prefix))
         parent = prefix
     return keys

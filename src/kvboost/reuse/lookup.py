@@ -14,10 +14,12 @@ from kvboost.core import (
     Match,
     MatchKind,
     Namespace,
+    Provenance,
     ReusePlan,
     Span,
 )
 from kvboost.tiers import anchors
+from kvboost.tiers.company import Company
 from kvboost.tiers.index import ChunkIndex, shared_head, shared_tail
 
 # A prompt with anything reused takes two attention kernels a layer where a fresh one takes one;
@@ -57,27 +59,56 @@ def find(
 
 
 def find_moved(
-    plan: ReusePlan, chunks: Sequence[Chunk], index: ChunkIndex, space: Namespace
+    plan: ReusePlan,
+    chunks: Sequence[Chunk],
+    index: ChunkIndex,
+    space: Namespace,
+    *,
+    same_company: bool = False,
 ) -> ReusePlan:
     """Add what stands after the exact prefix and was read before, at any place of any prompt.
 
     Each place where the index has seen the prompt's words is checked token by token and extended
-    both ways, over the borders of chunks that were computed one after the other.
+    both ways, over the borders of chunks that were computed one after the other. Of several copies
+    the one whose company has the fewest strangers is taken; with `same_company` only one that has
+    none.
     """
     cursor = plan.matches[-1].span.stop if plan.matches else 0
     text = b"".join(chunk.tokens for chunk in chunks)
     tokens = np.frombuffer(text, dtype="<u4")[cursor:]
     places, hashes = anchors.pick(tokens, anchors.salt(space))
     matches = list(plan.matches)
+    company = Company(text, index)
     for place, anchor in zip((places + cursor).tolist(), hashes.tolist(), strict=True):
         if place < cursor:
             continue  # inside the last run, or before it, where that run could not reach
-        seen = index.sighting(anchor, space)
-        run = [] if seen is None else _run_around(place, *seen, text, cursor, index)
-        if run and run[-1].span.stop - run[0].span.start >= LEAST_MOVED_TOKENS:
-            matches += run
-            cursor = run[-1].span.stop
+        seen = index.sightings(anchor, space)
+        if same_company:
+            seen = [each for each in seen if not company.before(each[0])]
+        runs = [_run_around(place, *each, text, cursor, index) for each in seen]
+        run = _best(runs, company, same_company=same_company)
+        matches += run
+        cursor = run[-1].span.stop if run else cursor
     return ReusePlan(plan.num_tokens, tuple(matches))
+
+
+def _best(runs: Sequence[list[Match]], company: Company, *, same_company: bool) -> list[Match]:
+    """The run with the fewest strangers in its company, if it is not much shorter than others."""
+    least = max([LEAST_MOVED_TOKENS, *(_length(run) / 2 for run in runs)])
+    runs = [run for run in runs if _length(run) >= least]
+    if len(runs) < 2 and not same_company:
+        return runs[0] if runs else []
+
+    def rank(run: list[Match]) -> tuple[float, bool, int]:
+        is_exact = run[0].provenance is Provenance.EXACT
+        return company.strangers(run[0]), not is_exact, -_length(run)
+
+    best = min(runs, key=rank, default=[])
+    return [] if same_company and best and company.strangers(best[0]) else best
+
+
+def _length(run: Sequence[Match]) -> int:
+    return run[-1].span.stop - run[0].span.start if run else 0
 
 
 def _head_of_child(rest: Sequence[Chunk], key: ChunkKeys, index: ChunkIndex) -> list[Match]:

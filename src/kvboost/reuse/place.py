@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from kvboost.core import Entry, FrameKey, Match, MatchKind, Namespace, ReusePlan
+from kvboost.codecs.frame import FrameError
+from kvboost.core import (
+    TOKEN_BYTES,
+    Entry,
+    FrameKey,
+    Match,
+    MatchKind,
+    Namespace,
+    ReusePlan,
+    Span,
+    prefix_key,
+)
 from kvboost.rope import move
 from kvboost.tiers.base import StoredChunk
 from kvboost.tiers.store import ChunkStore
@@ -19,6 +31,8 @@ if TYPE_CHECKING:
     from kvboost.models.base import CausalModel, Slots
 
 log = logging.getLogger(__name__)
+
+MOVED_AT_ONCE = 128  # tokens; scattered rows are copied for it, 128 KB a token in an 8B model
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,7 @@ class Placed:
 
 def assemble(
     plan: ReusePlan,
+    tokens: Sequence[int],
     slots: Slots,
     model: CausalModel,
     store: ChunkStore,
@@ -40,7 +55,9 @@ def assemble(
 ) -> Placed:
     """Fill `slots` with what the plan reuses of `chunks`, and return what came true of it.
 
-    Keys tell namespaces apart already; a chunk of another one than `space` is refused all the same.
+    Keys tell namespaces and tokens apart already. A chunk of another namespace than `space`, or
+    with other tokens than the prompt, is refused all the same: whoever can write to a shared tier
+    can write any frame under any key.
 
     An exact match holds only on top of all matches before it, so the first one that is gone or
     broken ends the exact ones. Moved ones stand each for itself.
@@ -52,7 +69,7 @@ def assemble(
         if match.kind is MatchKind.EXACT and lost:
             continue
         chunk = chunks.get(match.key)
-        if chunk is None or not _place(match, chunk, slots, store, space):
+        if chunk is None or not _place(match, chunk, tokens, slots, store, space):
             lost.append(match.key)
             continue
         placed.append(_as_stored(match, chunk.entry, placed[-1] if placed else None))
@@ -63,14 +80,21 @@ def assemble(
     for run in came_true.runs:
         if run.kind is MatchKind.MOVED:
             slots.exact_stop = min(slots.exact_stop, run.span.start)
-            rows = slots.read(run.span)
-            move(rows, model.geometry, model.rotations, run.delta)
-            slots.write(run.span, rows)  # of views nothing is copied
+            for start in range(run.span.start, run.span.stop, MOVED_AT_ONCE):
+                span = Span(start, min(start + MOVED_AT_ONCE, run.span.stop))
+                rows = slots.read(span)
+                move(rows, model.geometry, model.rotations, run.delta)
+                slots.write(span, rows)  # of views nothing is copied
     return Placed(came_true, tuple(lost), sensitivities)
 
 
 def _place(
-    match: Match, chunk: StoredChunk, slots: Slots, store: ChunkStore, space: Namespace
+    match: Match,
+    chunk: StoredChunk,
+    tokens: Sequence[int],
+    slots: Slots,
+    store: ChunkStore,
+    space: Namespace,
 ) -> bool:
     """Write a match's rows; whether the chunk is good for that."""
     if chunk.entry.space != space:
@@ -78,9 +102,31 @@ def _place(
         store.metrics.add("foreign_frames")
         store.tiers.discard(match.key)
         return False
-    kv = [part[:, :, match.offset : match.offset + len(match.span)] for part in chunk.kv()]
-    slots.write(match.span, kv)
+    try:
+        if not is_what_it_says(chunk, match, tokens):
+            raise FrameError("it has other tokens, another history or position than its key says")
+        kv = [part[:, :, match.offset : match.offset + len(match.span)] for part in chunk.kv()]
+        slots.write(match.span, kv)
+    except (MemoryError, torch.OutOfMemoryError):  # not the chunk's fault
+        raise
+    except Exception as error:  # bytes from a shared tier can cause anything
+        log.warning("a stored chunk cannot be used: %s", error)
+        store.metrics.add("damaged_frames")
+        store.tiers.discard(match.key)
+        return False
     return True
+
+
+def is_what_it_says(chunk: StoredChunk, match: Match, tokens: Sequence[int]) -> bool:
+    """Whether a chunk has the tokens, and where it is exact the history, that a match says."""
+    here = np.asarray(tokens[match.span.start : match.span.stop], "<u4").tobytes()
+    entry, first = chunk.entry, match.offset * TOKEN_BYTES
+    if entry.tokens[first : first + len(here)] != here:
+        return False
+    if match.kind is not MatchKind.EXACT:
+        return True
+    is_named = entry.parent is not None and prefix_key(entry.parent, entry.tokens) == match.key
+    return is_named and entry.home == match.span.start - match.offset
 
 
 def _as_stored(match: Match, entry: Entry, before: Match | None) -> Match:

@@ -13,18 +13,23 @@ from kvboost.routing.places import SEPARATOR
 def text_of(request: object) -> bytes:
     """What a model is to read, as UTF-8, its parts apart by `places.SEPARATOR`; never raises.
 
-    `request` is a parsed body, or an object with `messages` or `prompt`; of others nothing is
-    known. Token ids give their bytes, little-endian u32.
+    `request` is a parsed body, or an object with `messages`, `prompt` or, for the Responses API,
+    `instructions` and `input`; of others nothing is known. Token ids give their bytes,
+    little-endian u32.
     """
     tools = _field(request, "tools")
     parts = [_schema(tool) for tool in tools] if isinstance(tools, list) else []
-    messages = _field(request, "messages")
-    if isinstance(messages, list | tuple):
-        for message in messages:
-            parts.extend(_texts(_field(message, "content")))
-            parts.extend(_calls(_field(message, "tool_calls")))
-    else:
+    parts.extend(_texts(_field(request, "instructions")))
+    lists = (_field(request, name) for name in ("messages", "input"))
+    items = next((each for each in lists if isinstance(each, list | tuple)), None)
+    if items is None:
         parts.extend(_texts(_field(request, "prompt")))
+        parts.extend(_texts(_field(request, "input")))
+    else:
+        for item in items:
+            for name in ("content", "arguments", "output"):
+                parts.extend(_texts(_field(item, name)))
+            parts.extend(_calls(_field(item, "tool_calls")))
     return SEPARATOR.join(part for part in parts if part)
 
 

@@ -30,6 +30,7 @@ class Ask:
     sampling: Sampling
     reuse: ReuseMode | None
     adapter: str | None = None
+    document_order: tuple[int, ...] = ()  # of arranged documents
 
 
 class ClientGone(Exception):
@@ -154,11 +155,12 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 async def unless(event: Awaitable[object], work: Awaitable[T], error: Exception) -> T:
-    """Wait for some work, but give it up with an error when something else happens first."""
+    """Wait for some work, but give it up with an error when something else happens."""
     task, other = asyncio.ensure_future(work), asyncio.ensure_future(event)
     try:
         await asyncio.wait({task, other}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        has_failed = task.done() and task.exception() is not None
+        if other.done() and not has_failed:  # bytes sent to nobody are no success
             raise error
         return task.result()
     finally:

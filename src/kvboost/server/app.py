@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -20,7 +18,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 from kvboost import __version__
 from kvboost.core import Grammar
-from kvboost.errors import KVBoostError, QueueFull
+from kvboost.errors import KVBoostError
 from kvboost.server.answers import unless_gone
 from kvboost.server.bodies import (
     CacheBody,
@@ -40,6 +38,7 @@ from kvboost.server.plans import Plan, Planner, Served
 from kvboost.server.problems import Problem, ShuttingDown, invalid, problem_of, refused
 from kvboost.server.responses import ResponsesBody
 from kvboost.server.telemetry import Telemetry
+from kvboost.server.turns import Turns
 
 if TYPE_CHECKING:
     from kvboost.engine.engine import KVBoost
@@ -59,7 +58,7 @@ ABSENT = {"/v1/embeddings": "this server generates text; it has no embeddings"}
 Routes: TypeAlias = tuple[tuple[str, str, Callable[..., Any]], ...]
 KINDS = {"/": HTMLResponse, "/metrics": PlainTextResponse}
 MOST_LISTED = 10_000  # chunks
-MOST_QUEUED = 256  # requests that are read and not yet prepared: their bodies are in memory
+MOST_WARMS = 8  # calls of a tenant that wait
 
 
 class Endpoints:
@@ -80,10 +79,12 @@ class Endpoints:
         self._model = model
         self._created_at = int(time.time())
         # One thread: neither tokenizers nor chat templates are safe to use from several.
-        self._preparing = ThreadPoolExecutor(1, "kvboost-prepare")
+        self._preparing = Turns("prepare")
         # Another one, since a hostile schema may take seconds.
-        self._compiling = ThreadPoolExecutor(1, "kvboost-compile")
-        self._num_queued = 0  # requests that wait for one of the two
+        self._compiling = Turns("compile")
+        # Warming takes as long as the texts are long; lists and deletions do not wait for it.
+        self._warming = Turns("warm", num_threads=2, most_waiting=MOST_WARMS)
+        self._administering = Turns("administer", num_threads=2)
 
     def add_to(self, app: FastAPI) -> None:
         """Give each path what it does."""
@@ -130,9 +131,12 @@ class Endpoints:
         return JSONResponse({"status": "ok"})
 
     async def ready(self) -> Response:
-        """Whether the server accepts requests."""
+        """Whether the server accepts requests and computes them."""
         if self._running.is_draining:
             raise ShuttingDown
+        busy_s = self._engine.busy_s
+        if busy_s > self._running.deadline_s:  # whatever is asked now would fail as well
+            raise Problem(503, f"the engine has been in one step for {busy_s:.0f} s", code="stuck")
         return JSONResponse({"status": "ready"})
 
     async def metrics(self) -> Response:
@@ -151,7 +155,9 @@ class Endpoints:
 
     async def completion(self, body: CompletionBody, request: Request) -> Response:
         """Complete prompts."""
-        return await self._answer(request, partial(self._planner.completion, body))
+        return await self._answer(
+            request, partial(self._planner.completion, body, request.state.caller.tenant)
+        )
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answer a chat."""
@@ -184,7 +190,7 @@ class Endpoints:
 
     async def warm(self, body: WarmBody, request: Request) -> Response:
         """Prefill and store texts before requests need them."""
-        content = await _on(self._preparing, partial(self._planner.warmed, body))
+        content = await self._queued(request, self._preparing, partial(self._planner.warmed, body))
         warming = partial(
             self._engine.warm,
             content,
@@ -195,7 +201,7 @@ class Endpoints:
             tenant=_tenant(body.tenant, request),
             adapter=self._model.adapter(body.model),
         )
-        result = await self._running.unless_cut(asyncio.to_thread(warming))
+        result = await self._running.unless_cut(self._queued(request, self._warming, warming))
         return JSONResponse(dataclasses.asdict(result))
 
     async def cached(
@@ -206,15 +212,16 @@ class Endpoints:
     ) -> Response:
         """The chunks stored for a tenant."""
         listing = partial(self._engine.contents.chunks, _tenant(tenant, request), limit)
-        return JSONResponse({"object": "list", "data": await asyncio.to_thread(listing)})
+        return JSONResponse({"object": "list", "data": await self._administered(request, listing)})
 
     async def pin(self, body: CacheBody, request: Request) -> Response:
         """Exempt the stored chunks of a text from eviction."""
         if body.everything:
             raise refused("everything: only for deletion", "everything")
-        tokens = await _on(self._preparing, partial(self._planner.stored, body))
-        pinning = partial(self._engine.contents.pin, tokens, ttl_s=body.ttl_s)
-        num = await asyncio.to_thread(pinning, tenant=_tenant(body.tenant, request))
+        tokens = await self._queued(request, self._preparing, partial(self._planner.stored, body))
+        tenant = _tenant(body.tenant, request)
+        pinning = partial(self._engine.contents.pin, tokens, ttl_s=body.ttl_s, tenant=tenant)
+        num = await self._administered(request, pinning)
         return JSONResponse({"num_pinned": num})
 
     async def delete(self, body: CacheBody, request: Request) -> Response:
@@ -223,9 +230,11 @@ class Endpoints:
             raise refused("ttl_s: only for pins", "ttl_s")
         tokens = None
         if not body.everything:
-            tokens = await _on(self._preparing, partial(self._planner.stored, body))
-        deleting = partial(self._engine.contents.delete, tokens)
-        deletion = await asyncio.to_thread(deleting, tenant=_tenant(body.tenant, request))
+            stored = partial(self._planner.stored, body)
+            tokens = await self._queued(request, self._preparing, stored)
+        tenant = _tenant(body.tenant, request)
+        deleting = partial(self._engine.contents.delete, tokens, tenant=tenant)
+        deletion = await self._administered(request, deleting)
         return JSONResponse(dataclasses.asdict(deletion))
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -242,34 +251,32 @@ class Endpoints:
         self,
         request: Request,
         body: ChatBody,
-        make_plan: Callable[[ChatBody, Sequence[Grammar | None]], Plan],
+        make_plan: Callable[[ChatBody, Sequence[Grammar | None], str], Plan],
     ) -> Response:
         grammars: list[Grammar | None] = [None] * (body.n or 1)
         if body.has_form:  # others do not wait behind schemas
             compiling = partial(self._planner.grammars, body)
-            grammars = await unless_gone(request, self._queued(self._compiling, compiling))
-        return await self._answer(request, partial(make_plan, body, grammars))
+            waiting = self._queued(request, self._compiling, compiling)
+            grammars = await unless_gone(request, waiting)
+        return await self._answer(
+            request, partial(make_plan, body, grammars, request.state.caller.tenant)
+        )
 
     async def _told(self, request: Request, work: Callable[[], dict[str, Any]]) -> Response:
-        return JSONResponse(await unless_gone(request, self._queued(self._preparing, work)))
+        waiting = self._queued(request, self._preparing, work)
+        return JSONResponse(await unless_gone(request, waiting))
 
     async def _answer(self, request: Request, make_plan: Callable[[], Plan]) -> Response:
-        plan = await unless_gone(request, self._queued(self._preparing, make_plan))
+        waiting = self._queued(request, self._preparing, make_plan)
+        plan = await unless_gone(request, waiting)
         return Exchange(plan, self._running)
 
-    async def _queued(self, thread: ThreadPoolExecutor, work: Callable[[], Any]) -> Any:
+    async def _queued(self, request: Request, turns: Turns, work: Callable[[], Any]) -> Any:
         """Work for a request, which has no place in the engine's queue yet."""
-        if self._num_queued >= MOST_QUEUED:
-            raise QueueFull(f"{MOST_QUEUED} requests are already being prepared")
-        self._num_queued += 1
-        try:
-            return await _on(thread, work)
-        finally:
-            self._num_queued -= 1
+        return await turns.run(request.state.caller.tenant, work)
 
-
-async def _on(thread: ThreadPoolExecutor, work: Callable[[], Any]) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(thread, work)
+    async def _administered(self, request: Request, work: Callable[[], Any]) -> Any:
+        return await self._queued(request, self._administering, work)
 
 
 def make_app(
@@ -292,9 +299,16 @@ def make_app(
     keys = KeyRing() if keys is None else keys
     app.state.has_keys = bool(keys)
     running = app.state.running = Running(engine, options.request_deadline_s)
-    planner = Planner(engine.tokenizer, options, model, grammars)
+    planner = Planner(engine.tokenizer, options, model, grammars, engine.contents.arrangement)
     Endpoints(engine, planner, running, telemetry, model).add_to(app)
-    app.add_middleware(Gate, keys=keys, options=options, running=running, telemetry=telemetry)
+    app.add_middleware(
+        Gate,
+        keys=keys,
+        options=options,
+        running=running,
+        telemetry=telemetry,
+        json_paths=BODIES.keys(),
+    )
     if options.cors_origin:
         app.add_middleware(
             CORSMiddleware,

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from kvboost.core import ReuseMode
+from kvboost.engine.request import DocumentOrder
 from kvboost.server.messages import (
     MOST_FIELDS,
     Body,
@@ -57,6 +58,7 @@ TEMPLATE = "variables for the model's chat template, such as enable_thinking"
 EFFORT = "passed to the model's chat template; templates that do not use it ignore it"
 REUSE = "which K/V to reuse; default: the server's --reuse"
 DOCUMENTS = "parts of the prompt that other prompts may contain too; with reuse=auto found anywhere"
+ORDER = "any: documents may be exchanged, so that the prompt continues a stored one; default: given"
 
 REFUSED = {
     "store": "answers are not stored",
@@ -83,6 +85,14 @@ def check_template_kwargs(given: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"more than {MOST_TEMPLATE_LEVELS} nested levels")
     if len(json.dumps(given)) > MOST_TEMPLATE_BYTES:
         raise ValueError(f"more than {MOST_TEMPLATE_BYTES} bytes of JSON")
+    return given
+
+
+def _few_prompts(given: Any) -> Any:
+    """Refuse too many before each is looked at."""
+    is_tokens = isinstance(given, list) and bool(given) and isinstance(given[0], int)
+    if isinstance(given, list) and not is_tokens and len(given) > MOST_ANSWERS:
+        raise ValueError(f"more than {MOST_ANSWERS} prompts")
     return given
 
 
@@ -144,7 +154,7 @@ class Sampled(Harmless):
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
     logit_bias: (
         Annotated[dict[str, Bias], BeforeValidator(partial(few, most=MOST_BIASES))] | None
     ) = Field(None, description="by token id")
@@ -153,9 +163,12 @@ class Sampled(Harmless):
     stream_options: StreamOptions | None = None
     reuse: ReuseMode | None = Field(None, description=REUSE)
     documents: Documents | None = Field(None, description=DOCUMENTS)
+    order: DocumentOrder | None = Field(None, description=ORDER)
 
     @model_validator(mode="after")
     def _fit(self) -> Sampled:
+        if self.order == "any" and not self.documents:
+            raise wrong("order", "order needs documents")
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "stream_options needs stream=true")
         return self
@@ -176,12 +189,13 @@ class CompletionBody(Sampled):
 
     refuses = REFUSED | {"reasoning_effort": NO_TEMPLATE, "chat_template_kwargs": NO_TEMPLATE}
 
-    prompt: (
+    prompt: Annotated[
         Text
         | TokenIds
         | Annotated[list[Text], Field(min_length=1, max_length=MOST_ANSWERS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_ANSWERS)]
-    )
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_ANSWERS)],
+        BeforeValidator(_few_prompts),
+    ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = Field(None, description="put the prompt before the answer")
     best_of: Annotated[int, Field(ge=1, le=16)] | None = Field(
@@ -196,6 +210,8 @@ class CompletionBody(Sampled):
             raise wrong("best_of", "best_of must be at least n")
         if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
             raise wrong("best_of", "best_of above n cannot be streamed")
+        if self.order == "any" and len(self.prompts) > 1:
+            raise wrong("order", "order='any' needs a single prompt")
         if len(self.prompts) * max(self.n or 1, self.best_of or 1) > MOST_ANSWERS:
             raise wrong("prompt", f"more than {MOST_ANSWERS} answers in one request")
         return self

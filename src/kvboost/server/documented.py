@@ -92,6 +92,7 @@ class Reuse(Documented):
     prefill_ms: float
     decode_ms: float
     note: str
+    document_order: list[int] | None
 
 
 class Reuses(Documented):
@@ -368,11 +369,14 @@ SUCCESSES: dict[str, Any] = {
 STATUSES = {
     400: "a parameter is invalid or not supported",
     401: "the API key is missing or invalid",
-    403: "the path needs an admin API key, or the host name is not a local one",
+    403: "the path needs an admin API key, or a server without keys was called from elsewhere",
     404: "no such path or model",
     405: "the path has no such method",
+    408: "the request did not arrive in time",
     413: "the body is too large",
+    415: "the body is not said to be JSON",
     429: "over the rate limit of the API key",
+    431: "the head of the request is too large",
     500: "internal error",
     503: "the queue is full, or the server is shutting down",
     504: "the deadline has passed",

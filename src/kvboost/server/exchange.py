@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvboost.engine.results import Completion, Delta
 from kvboost.errors import DeadlineExceeded
-from kvboost.server.answers import Answers, ClientGone, unless, unless_gone
+from kvboost.server.answers import Answers, unless, unless_gone
 from kvboost.server.keys import Caller
 from kvboost.server.plans import Plan
 from kvboost.server.problems import ShuttingDown, internal, problem_of
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from kvboost.engine.engine import KVBoost
 
 T = TypeVar("T")
-
-STALL_S = 60.0  # a reader that takes nothing for so long is cut off
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +56,10 @@ class Running:
 
     def __init__(self, engine: KVBoost, deadline_s: float) -> None:
         self._engine = engine
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._answers: set[Answers] = set()
-        self._is_cut = asyncio.Event()
+        self._is_cut = False
+        self._others: set[asyncio.Future[None]] = set()  # of other work than answers
         self.is_draining = False
 
     def __len__(self) -> int:
@@ -68,7 +67,10 @@ class Running:
 
     def cut(self) -> None:
         """End all with an error."""
-        self._is_cut.set()
+        self._is_cut = True
+        for other in self._others:
+            if not other.done():
+                other.set_result(None)
         for answers in list(self._answers):
             answers.cut(ShuttingDown())
 
@@ -78,12 +80,19 @@ class Running:
         Raises:
             ShuttingDown: the end has come.
         """
-        return await unless(self._is_cut.wait(), work, ShuttingDown())
+        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._is_cut:
+            end.set_result(None)
+        self._others.add(end)
+        try:
+            return await unless(end, work, ShuttingDown())
+        finally:
+            self._others.discard(end)
 
     @contextmanager
     def answering(self, plan: Plan, caller: Caller, outcome: Outcome) -> Iterator[Answers]:
         """Answers that are computed as long as the context lasts, on their caller's account."""
-        deadline_s = self._deadline_s - outcome.elapsed_s
+        deadline_s = self.deadline_s - outcome.elapsed_s
         if deadline_s <= 0:
             raise DeadlineExceeded("the deadline passed before the request could start")
         caller.charge_tokens(plan.num_tokens)
@@ -129,7 +138,7 @@ class Exchange(Response):
         plan, answers = self._plan, outcome.completions
         firsts = plan.firsts(answers)
         kept = plan.kept(answers)
-        body = plan.reply.whole(kept, account(firsts, answers))
+        body = plan.reply.whole(kept, account(firsts, answers, plan.document_orders))
         outcome.finish_reason = plan.reply.finish_reason(*kept[0])
         return JSONResponse(body, headers=headers(firsts))
 
@@ -151,16 +160,11 @@ class Exchange(Response):
             }
         )
         await unless_gone(request, self._send(pieces, send))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, pieces: AsyncIterator[bytes], send: Send) -> None:
-        try:
-            async for piece in pieces:
-                message = {"type": "http.response.body", "body": piece, "more_body": True}
-                await asyncio.wait_for(send(message), STALL_S)
-            end = {"type": "http.response.body", "body": b"", "more_body": False}
-            await asyncio.wait_for(send(end), STALL_S)
-        except asyncio.TimeoutError:
-            raise ClientGone from None
+        async for piece in pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def _pieces(
         self,
@@ -183,7 +187,7 @@ class Exchange(Response):
             yield self._told(error, outcome)
             return
         answers = [whole[index] for index in sorted(whole)]
-        for chunk in plan.reply.end(account(plan.firsts(answers), answers)):
+        for chunk in plan.reply.end(account(plan.firsts(answers), answers, plan.document_orders)):
             yield chunk
 
     def _chunks(

@@ -6,6 +6,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Collection
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +21,8 @@ from kvboost.server.telemetry import RequestRecord, Telemetry
 REQUEST_ID = "x-request-id"
 SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 PORT = re.compile(r":[0-9]*$")
+JSON_TYPE = re.compile(r"application/(\w+\+)?json\s*(;|$)", re.IGNORECASE)
+FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 DOCS = "/docs"
 OPEN_PATHS = ("/", "/health", "/ready", "/openapi.json", DOCS)  # need no key
 UNOBSERVED = ("/health", "/ready", "/metrics")
@@ -39,8 +42,11 @@ class Gate:
         options: ServerOptions,
         running: Running,
         telemetry: Telemetry,
+        json_paths: Collection[str],
     ) -> None:
+        """`json_paths`: those that take a body."""
         self._app = app
+        self._json_paths = json_paths
         self._keys = keys
         self._options = options
         self._running = running
@@ -93,8 +99,13 @@ class Gate:
             # A web page whose name was made to mean this machine would call under its own name.
             reason = f"host {host!r}: without API keys, only local clients are served"
             raise Problem(403, reason, code="wrong_host")
+        if anybody:
+            self._check_local(headers)
         if scope["path"] in OPEN_PATHS:
             return
+        takes_json = scope["method"] == "POST" and scope["path"] in self._json_paths
+        if takes_json and not JSON_TYPE.match(headers.get("content-type", "")):
+            raise Problem(415, "expected content-type: application/json", code="wrong_type")
         caller = self._keys.caller(headers.get("authorization", ""))
         if not self._keys and self._options.allow_anonymous:
             # Or anyone on the network could read the beginnings of all prompts, and delete them.
@@ -107,6 +118,21 @@ class Gate:
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self._options.max_body_bytes:
             raise self._too_large()
+
+    def _check_local(self, headers: Headers) -> None:
+        """Refuse what did not come from a program on this machine: all of these administrate."""
+        if any(name in headers for name in FORWARDED):
+            reason = "without API keys, requests through a proxy are refused (--api-keys)"
+            raise Problem(403, reason, code="forwarded")
+        origin = headers.get("origin")
+        if origin is None:
+            is_foreign = headers.get("sec-fetch-site") in ("cross-site", "same-site")
+        else:
+            own = f"http://{headers.get('host', '')}"
+            is_foreign = origin not in (own, *self._options.cors_origin)
+        if is_foreign:
+            reason = f"a web page of {origin or 'another site'} may not call this server"
+            raise Problem(403, f"{reason} (--cors-origin)", code="cross_site")
 
     def _bounded(self, receive: Receive) -> Receive:
         """The same with an end to what a body may hold, whatever its headers say."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,8 +27,9 @@ MAX_SCHEMA_BYTES = 128 * 2**10  # of one request: all tools together
 MAX_DEPTH = 64  # lists and objects within each other
 MAX_ENTRIES = 1000  # of one list or object: properties, enum
 MAX_BRANCHES = 100  # of one anyOf, allOf or oneOf
-MAX_COMPILE_S = 2.0
-MAX_CACHED = 32  # compiled grammars
+MAX_COMPILE_S = 2.0  # of processor time: a busy machine is no reason to refuse a schema
+MAX_WAIT_S = 10.0
+MAX_CACHED = 32  # grammars, compiled or refused
 LIMITS = LLParserLimits(
     step_lexer_fuel=50_000,  # a mask takes some 50 ms at most; usual ones a thousandth of it
     max_lexer_states=20_000,  # about 40 MB
@@ -36,10 +38,17 @@ LIMITS = LLParserLimits(
 
 # Intersections of regular expressions can take time that is exponential in their number.
 INTERSECTING = re.compile(r'"(allOf|format|multipleOf|pattern|patternProperties)":')
-TRIAL = (
-    "import sys; from llguidance import LLMatcher;"
-    "sys.stdout.write(LLMatcher.validate_grammar(sys.stdin.read()))"
-)
+TRIAL = f"""
+import os, signal, sys
+if hasattr(signal, "setitimer"):  # not on Windows
+    os.nice(5)  # answers go first
+    signal.alarm({int(MAX_WAIT_S) + 2})  # should the server be gone
+from llguidance import LLMatcher
+if hasattr(signal, "setitimer"):
+    signal.setitimer(signal.ITIMER_PROF, {MAX_COMPILE_S})
+sys.stdout.write(LLMatcher.validate_grammar(sys.stdin.read()))
+"""
+OUT_OF_TIME = -getattr(signal, "SIGPROF", 0)
 
 # Text that must follow is not looked for ahead: we decode token by token, and a constant of
 # 100 KB would be walked through for every token of it.
@@ -59,7 +68,7 @@ class Grammars:
         except ValueError as error:
             raise ConfigError(f"no structured output with this tokenizer: {error}") from error
         self._vocab_size = vocab_size
-        self._compiled = lru_cache(MAX_CACHED)(lambda text: _compile(text, tokens))
+        self._compile = lru_cache(MAX_CACHED)(lambda text: _compiled(text, tokens))
 
     def json_schema(self, schema: Mapping[str, Any] | None) -> TokenGrammar:
         """JSON that fits a schema; any JSON object for None.
@@ -100,7 +109,10 @@ class Grammars:
             ),
         ]
         # Keys are not sorted: properties come in the order of the schema.
-        return TokenGrammar(self._compiled(_json({"grammars": grammars})), self._vocab_size)
+        compiled = self._compile(_json({"grammars": grammars}))
+        if isinstance(compiled, ConfigError):
+            raise compiled.with_traceback(None)
+        return TokenGrammar(compiled, self._vocab_size)
 
 
 class TokenGrammar:
@@ -158,6 +170,14 @@ def _entries(key: str, part: object) -> Iterable[tuple[str, object]]:
     return part.items() if isinstance(part, Mapping) else [(key, each) for each in part]
 
 
+def _compiled(text: str, tokens: LLTokenizer) -> LLMatcher | ConfigError:
+    """A refusal is a result as well: who repeats a schema must not cost seconds each time."""
+    try:
+        return _compile(text, tokens)
+    except ConfigError as error:
+        return error
+
+
 def _compile(text: str, tokens: LLTokenizer) -> LLMatcher:
     if INTERSECTING.search(text):
         _try_elsewhere(text)
@@ -172,11 +192,11 @@ def _try_elsewhere(text: str) -> None:
     """Compile in a process that can be ended: a thread in the library could not be."""
     command = [sys.executable, "-c", TRIAL]
     try:
-        done = subprocess.run(
-            command, input=text.encode(), capture_output=True, timeout=MAX_COMPILE_S
-        )
+        done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=MAX_WAIT_S)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"schema: not compiled within {MAX_COMPILE_S:g} s") from None
+        raise ConfigError(f"schema: not compiled within {MAX_WAIT_S:g} s") from None
+    if done.returncode and done.returncode == OUT_OF_TIME:
+        raise ConfigError(f"schema: not compiled within {MAX_COMPILE_S:g} s")
     if done.returncode:  # it would end this process too
         raise ConfigError("schema: the compiler failed")
 

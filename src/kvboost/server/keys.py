@@ -9,7 +9,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
+import os
 import secrets
+import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +39,8 @@ FIELDS: dict[str, type] = {
     "requests_per_minute": int,
     "tokens_per_minute": int,
 }
+
+log = logging.getLogger(__name__)
 
 
 class Bucket:
@@ -147,6 +152,10 @@ def read_keys(path: str) -> list[dict[str, Any]]:
             _check(key)
     except ConfigError as error:  # the entry is not shown: there may be a secret in it
         raise ConfigError(f"key file {path}, key {number}: {error}") from None
+    if len({key["sha256"] for key in keys}) < len(keys):
+        raise ConfigError(f"key file {path}: two entries have the same key")
+    if os.name == "posix" and Path(path).stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        log.warning("key file %s: other users may change it (chmod 600)", path)
     return keys
 
 
@@ -175,6 +184,8 @@ def _check(key: Any) -> None:
     digest = key.get("sha256", "")
     if len(digest) != HEX_DIGITS or set(digest) - set("0123456789abcdef"):
         raise ConfigError(f"sha256: expected {HEX_DIGITS} hex digits")
+    if digest == hashlib.sha256(b"").hexdigest():
+        raise ConfigError("sha256: it is that of an empty key, with which everybody comes in")
     if "tenant" not in key:
         raise ConfigError("tenant is missing")
 

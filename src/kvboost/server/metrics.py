@@ -207,6 +207,7 @@ READINGS = (
     ),
     _engine_counter("repaired_tokens"),
     _engine_counter("warmed_tokens"),
+    _engine_counter("promoted_tokens"),
     _counter("chunks", "Chunks looked up", _chunks, "kind"),
     _engine_counter("stored_chunks"),
     _engine_counter("evicted_chunks"),

@@ -42,6 +42,7 @@ METAVARS = {
     "kv_cache_bits": "BITS",
     "disk_cache_dir": "FOLDER",
     "cache_url": "URL",
+    "cache_secret": "SECRET",
 }
 
 
@@ -98,6 +99,25 @@ class ServerOptions:
     )
     max_body_bytes: int = field(
         default=8 * MIB, metadata=about("largest request body accepted", low=1)
+    )
+    max_header_bytes: int = field(
+        default=32 * 1024, metadata=about("largest request head accepted", low=1024)
+    )
+    max_connections: int = field(
+        default=1024,
+        metadata=about(
+            "most connections; a new one beyond closes the one that has waited for a request "
+            "longest",
+            low=16,
+        ),
+    )
+    client_timeout_s: float = field(
+        default=60.0,
+        metadata=about(
+            "time for a client to send a request head, to send more of a body (500 bytes/s at "
+            "least), or to read more of a response",
+            low=0.1,
+        ),
     )
     max_prompt_tokens: int | None = field(
         default=None, metadata=about("longest prompt; default: what the context holds", low=1)
@@ -245,10 +265,15 @@ def _metavar(name: str, hint: Any) -> str:
     return METAVARS.get(name) or next(by_unit, by_type)
 
 
+def in_units(num_bytes: int) -> str:
+    """A size as options take it."""
+    return f"{num_bytes // MIB}MiB" if num_bytes >= MIB else f"{num_bytes // 1024}KiB"
+
+
 def _help(each: dataclasses.Field[Any], hint: Any) -> str:
     default = each.default
     if each.name.endswith("_bytes") and isinstance(default, int):
-        default = f"{default // MIB}MiB"
+        default = in_units(default)
     notes = [_variable(each.name)]
     if get_origin(hint) is tuple:
         notes.insert(0, "repeatable")

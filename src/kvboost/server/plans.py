@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from kvboost.core import Grammar, Sampling
+from kvboost.engine.arrangement import Arrangement
+from kvboost.engine.request import DocumentOrder
 from kvboost.engine.results import Completion
 from kvboost.engine.texts import chat_tokens, texts_to_warm, tokens_of
 from kvboost.errors import ConfigError
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 COMPLETION_TOKENS = 16  # of an answer, where a client of /v1/completions names no limit
 TOKEN_ID = re.compile("[0-9]{1,10}")
+LOOKED_AT = 8  # characters for each token of the context; usual text has 3 to 5
+SPARE = 1.1  # of the context: the end of a piece may split in another way than the whole
 LEAST_TOP_P = 1e-6  # the most likely token always stays
 # A template is a program, whose variables come from clients.
 TEMPLATE_FAULTS = (TemplateError, ValueError, TypeError, LookupError, ArithmeticError)
@@ -84,6 +88,11 @@ class Plan:
         return sum(len(ask.tokens) for ask in self.firsts(self.asks))
 
     @property
+    def document_orders(self) -> list[tuple[int, ...]]:
+        """How the documents of each prompt were arranged; empty where they were not."""
+        return [ask.document_order for ask in self.firsts(self.asks)]
+
+    @property
     def num_tokens(self) -> int:
         """The most that the request can take."""
         return self.prompt_tokens + sum(ask.sampling.max_new_tokens for ask in self.asks)
@@ -107,9 +116,16 @@ class Planner:
     """Makes plans. One thread at a time: tokenizers and templates are not safe with several."""
 
     def __init__(
-        self, tokenizer: Any, options: ServerOptions, model: Served, grammars: Grammars
+        self,
+        tokenizer: Any,
+        options: ServerOptions,
+        model: Served,
+        grammars: Grammars,
+        arrange: Callable[[DocumentOrder, str, str | None], Arrangement | None],
     ) -> None:
+        """`arrange` makes what orders the documents of a prompt, for a tenant and an adapter."""
         self._tokenizer = tokenizer
+        self._arrange = arrange
         self._options = options
         self._model = model
         self._grammars = grammars
@@ -118,7 +134,7 @@ class Planner:
         self._reserved = {"self", "messages", "tokenizer", *given}
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)  # characters
 
-    def completion(self, body: CompletionBody) -> Plan:
+    def completion(self, body: CompletionBody, tenant: str) -> Plan:
         """The plan of /v1/completions."""
         adapter = self._model.adapter(body.model)
         num_kept = body.n or 1
@@ -131,11 +147,15 @@ class Planner:
         for prompt in body.prompts:
             if isinstance(prompt, str):
                 self._check_size(prompt)
-            tokens = tokens_of(prompt, self._tokenizer, body.documents or ())
+            arrangement = self._arranging(body, tenant, adapter)
+            tokens = tokens_of(prompt, self._tokenizer, body.documents or (), arrangement)
             wanted = body.max_tokens or min(COMPLETION_TOKENS, self._options.max_new_tokens)
             num_new = self._room(tokens, wanted, "max_tokens")
-            asks += self._asks(body, tokens, num_new, [None] * num_each, top_logprobs)
-            written = prompt if isinstance(prompt, str) else self._tokenizer.decode(tokens)
+            each = self._asks(body, tokens, num_new, [None] * num_each, top_logprobs)
+            asks += _arranged(each, arrangement)
+            written = prompt
+            if not isinstance(written, str) or arrangement is not None:
+                written = self._tokenizer.decode(tokens)
             echoes += [written if body.echo else ""] * num_kept
         reply = CompletionReply(
             adapter or self._model.name,
@@ -149,10 +169,11 @@ class Planner:
         """What each answer must form; may be called from another thread."""
         return [self._grammar(body) for _ in range(body.n or 1)]
 
-    def chat(self, body: ChatBody, grammars: Sequence[Grammar | None]) -> Plan:
+    def chat(self, body: ChatBody, grammars: Sequence[Grammar | None], tenant: str) -> Plan:
         """The plan of /v1/chat/completions."""
         adapter = self._model.adapter(body.model)
-        tokens = self._chat_tokens(body)
+        arrangement = self._arranging(body, tenant, adapter)
+        tokens = self._chat_tokens(body, arrangement)
         wanted = body.max_tokens or body.max_completion_tokens
         num_new = self._room(tokens, wanted, body.limit_name)
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -163,14 +184,14 @@ class Planner:
             is_parallel=body.parallel_tool_calls is not False,
             has_usage=body.has_usage,
         )
-        asks = self._asks(body, tokens, num_new, grammars, top_logprobs)
+        asks = _arranged(self._asks(body, tokens, num_new, grammars, top_logprobs), arrangement)
         return self._plan(body, asks, len(grammars), len(grammars), reply)
 
     def response(
-        self, body: ResponsesBody, chat: ChatBody, grammars: Sequence[Grammar | None]
+        self, body: ResponsesBody, chat: ChatBody, grammars: Sequence[Grammar | None], tenant: str
     ) -> Plan:
         """The plan of /v1/responses: that of the chat, told in other events."""
-        plan = self.chat(chat, grammars)
+        plan = self.chat(chat, grammars, tenant)
         return replace(plan, reply=ResponseReply(plan.reply, body))
 
     def tokenized(self, body: TokenizeBody) -> dict[str, Any]:
@@ -232,6 +253,11 @@ class Planner:
             is_stream=bool(body.stream),
         )
 
+    def _arranging(self, body: Sampled, tenant: str, adapter: str | None) -> Arrangement | None:
+        """What arranges the documents of a request, if it may reuse anything."""
+        order = body.order if body.reuse != "off" else None
+        return self._arrange(order or "given", tenant, adapter)
+
     def _asks(
         self,
         body: Sampled,
@@ -267,7 +293,13 @@ class Planner:
             for number, grammar in enumerate(grammars)
         ]
 
-    def _chat_tokens(self, body: ChatBody, *, add_generation_prompt: bool = True) -> list[int]:
+    def _chat_tokens(
+        self,
+        body: ChatBody,
+        arrangement: Arrangement | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
         choice = body.named_tool or body.tool_choice or "auto"
         ready = prepare(_plain(body.messages), body.active_tools, choice, self._tokenizer)
         variables = body.template_variables
@@ -275,14 +307,18 @@ class Planner:
             raise refused(f"{name!r} is set by the server", "chat_template_kwargs")
         arguments = {**variables, **ready.arguments}
         arguments["add_generation_prompt"] = add_generation_prompt
-        return self._rendered(ready.messages, body.documents or (), **arguments)
+        return self._rendered(ready.messages, body.documents or (), arrangement, **arguments)
 
     def _rendered(
-        self, messages: list[dict[str, Any]], documents: Sequence[str] = (), **arguments: Any
+        self,
+        messages: list[dict[str, Any]],
+        documents: Sequence[str] = (),
+        arrangement: Arrangement | None = None,
+        **arguments: Any,
     ) -> list[int]:
         self._check_size(*(message["content"] for message in messages))
         try:
-            return chat_tokens(messages, self._tokenizer, documents, **arguments)
+            return chat_tokens(messages, self._tokenizer, documents, arrangement, **arguments)
         except ConfigError:
             raise
         except TEMPLATE_FAULTS as error:
@@ -309,12 +345,22 @@ class Planner:
         return min(most, self._model.context_tokens - len(tokens))
 
     def _check_size(self, *texts: str) -> None:
-        """Refuse what cannot fit however it is split: splitting megabytes takes seconds."""
+        """Refuse what cannot fit: splitting megabytes takes seconds, in which others wait."""
         num_chars = sum(map(len, texts))
         context = self._model.context_tokens
         if context is not None and num_chars > context * self._longest_token:
             raise _too_long(
                 f"the prompt has {num_chars} characters; the model's context has {context} tokens"
+            )
+        if context is None or num_chars <= LOOKED_AT * context:
+            return
+        num_tokens, num_left = 0, LOOKED_AT * context
+        for text in texts:
+            ids = self._tokenizer(text[:num_left], add_special_tokens=False).input_ids
+            num_tokens, num_left = num_tokens + len(ids), num_left - len(text[:num_left])
+        if num_tokens > SPARE * context:
+            raise _too_long(
+                f"the prompt has more than {num_tokens} tokens; the model's context has {context}"
             )
 
     def _check_fits(
@@ -339,6 +385,12 @@ class Planner:
                 raise refused(f"logit_bias: {name!r} is not a token of this model", "logit_bias")
             bias[int(name)] = value
         return bias
+
+
+def _arranged(asks: list[Ask], arrangement: Arrangement | None) -> list[Ask]:
+    if arrangement is None:
+        return asks
+    return [replace(ask, document_order=arrangement.order) for ask in asks]
 
 
 def _plain(messages: Sequence[Message] | None) -> list[dict[str, Any]]:

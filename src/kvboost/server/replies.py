@@ -282,8 +282,15 @@ def event(data: Json, name: str = "") -> bytes:
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
 
 
-def account(firsts: Sequence[Completion], answers: Sequence[Completion]) -> Json:
+def account(
+    firsts: Sequence[Completion],
+    answers: Sequence[Completion],
+    document_orders: Sequence[Sequence[int]],
+) -> Json:
     """Usage and the report of reuse; `firsts` are the first answers to each prompt."""
+    reports = [_report(each) for each in firsts]
+    for report, order in zip(reports, document_orders, strict=True):
+        report["document_order"] = list(order) or None
     prompt_tokens = sum(each.prompt_tokens for each in firsts)
     new_tokens = sum(len(each.token_ids) for each in answers)
     cached_tokens = sum(each.cached_tokens for each in firsts)
@@ -294,7 +301,7 @@ def account(firsts: Sequence[Completion], answers: Sequence[Completion]) -> Json
             "total_tokens": prompt_tokens + new_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         },
-        "kvboost": {"prompts": [_report(each) for each in firsts]},
+        "kvboost": {"prompts": reports},
     }
 
 

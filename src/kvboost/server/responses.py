@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Discriminator, Field, PrivateAttr, Tag, model_validator
 
 from kvboost.core import ReuseMode
+from kvboost.engine.request import DocumentOrder
 from kvboost.server.bodies import (
     DOCUMENTS,
     EFFORT,
     MODEL,
+    ORDER,
     REUSE,
     TEMPLATE,
     ChatBody,
@@ -223,6 +225,7 @@ class ResponsesBody(Harmless):
     )
     reuse: ReuseMode | None = Field(None, description=REUSE)
     documents: Documents | None = Field(None, description=DOCUMENTS)
+    order: DocumentOrder | None = Field(None, description=ORDER)
     chat_template_kwargs: TemplateKwargs | None = Field(None, description=TEMPLATE)
     _chat: ChatBody = PrivateAttr()
 
@@ -244,6 +247,7 @@ class ResponsesBody(Harmless):
             stream=self.stream,
             reuse=self.reuse,
             documents=self.documents,
+            order=self.order,
             chat_template_kwargs=self.chat_template_kwargs,
         )
         return self

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import uvicorn
 
 from kvboost.config import Options
 from kvboost.errors import ConfigError, KVBoostError
 from kvboost.server.app import make_app
+from kvboost.server.edge import Connection, Limits, end_unread, protocol
 from kvboost.server.exchange import Running
 from kvboost.server.keys import KeyRing, read_keys
 from kvboost.server.logs import configure
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from kvboost.engine.engine import KVBoost
     from kvboost.server.grammar import Grammars
 
-GRACE_S = 5.0  # for the error events of requests that are cut off
+GRACE_S = 1.0  # for the error events of requests that are cut off
 KEEP_ALIVE_S = 15
 
 
@@ -80,11 +81,27 @@ class DrainingServer(uvicorn.Server):
                 f"shutting down: waiting up to {self._drain_s:g} s for {num} "
                 f"request{'s' if num > 1 else ''} (Ctrl+C again to stop now)\n"
             )
-        cutting = asyncio.get_running_loop().call_later(self._drain_s, self._running.cut)
+        loop = asyncio.get_running_loop()
+        timers = [
+            loop.call_later(self._drain_s, self._cut),
+            loop.call_later(self._drain_s + GRACE_S, self._abort),
+        ]
         await super().shutdown(sockets)
-        cutting.cancel()
-        # Texts that are being warmed would go on, and the loop waits for their thread.
+        for timer in timers:
+            timer.cancel()
+        # While the loop runs: texts that are being warmed end with the engine.
         await asyncio.to_thread(self._close)
+
+    def _cut(self) -> None:
+        """End all requests with an error, and connections whose request has not arrived."""
+        self._running.cut()
+        self._abort(lambda connection: not connection.is_answering)
+
+    def _abort(self, which: Callable[[Connection], bool] = lambda _: True) -> None:
+        """End connections, such as those whose clients do not read."""
+        for connection in cast("list[Connection]", list(self.server_state.connections)):
+            if which(connection):
+                connection.transport.abort()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -162,6 +179,8 @@ def serve(
     app = make_app(engine, options, telemetry, grammars, model=model, keys=keys)
     config = uvicorn.Config(
         app,
+        http=protocol(Limits.of(options)),
+        proxy_headers=False,
         access_log=False,
         log_config=None,
         log_level="warning",
@@ -185,6 +204,7 @@ def _bind(options: ServerOptions) -> socket.socket:
         family, kind, protocol, _, address = found[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        end_unread(bound, options.client_timeout_s)
         bound.bind(address)
     except OSError as error:
         raise ConfigError(f"cannot listen on {options.host}:{options.port}: {error}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,10 +24,14 @@ from prometheus_client.registry import Collector
 from kvboost.engine.results import Completion
 from kvboost.metrics import counted_as
 from kvboost.server import metrics
+from kvboost.server.keys import Bucket
 from kvboost.server.logs import log_fields
 from kvboost.server.metrics import Metric, Stats
 from kvboost.server.recent import Recent
 from kvboost.server.tracing import PHASES, Tracing, provider_from_environment
+
+UNKNOWN_CALLER = 401
+LOGGED_PER_MINUTE = 60  # requests of unknown callers
 
 log = logging.getLogger("kvboost.request")
 
@@ -111,6 +116,7 @@ class Telemetry:
         self._phase_s = self._histogram(metrics.PHASE_SECONDS)
         self._tenants: set[str] = set()
         self._recent = Recent()
+        self._strangers = Bucket(LOGGED_PER_MINUTE, time.monotonic)
         provider = provider_from_environment(model)
         self._tracing = None if provider is None else Tracing(provider)
 
@@ -119,6 +125,8 @@ class Telemetry:
         self._count(record)
         self._recent.add(record)
         trace_id = "" if self._tracing is None else self._tracing.record(record)
+        if record.status == UNKNOWN_CALLER and self._strangers.take(1):
+            return  # guessing keys must not fill the disk; the metrics count every attempt
         level = logging.WARNING if record.status >= 500 else logging.INFO
         if record.endpoint == WATCHED and not record.is_error:
             level = logging.DEBUG  # `kvboost top` asks every second

@@ -16,7 +16,7 @@ from kvboost.metrics import Metrics
 from kvboost.tiers.base import Tier
 from kvboost.tiers.epochs import Erasure
 
-BATCH_BYTES, BATCH_KEYS = 16 << 20, 256  # that are written at once, at most
+BATCH_BYTES, BATCH_KEYS = 8 << 20, 256  # that are written at once, at most
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0  # before a tier that failed is tried again
 
 log = logging.getLogger(__name__)

@@ -31,6 +31,7 @@ NOTES_AT_ONCE = 512
 LEAST_TIMED_S, LEAST_TIMED_BYTES = 0.01, 1 << 20  # a batch with less says nothing of the rate
 RECENT = 0.25  # weight of a batch against those before it
 RATE_PROBE_S = 10.0  # before a tier that is slower than the model is tried with a batch again
+EMPTY_PROBE_S = 1.0  # the same if the tier had nothing of the last batch: that tells no rate
 SILENT = 0.9  # of the deadline: a request's clock starts a little before that of its read
 PROBE = PrefixKey(b"kvboost probe".ljust(32, b"."))  # nothing is ever stored under it
 
@@ -175,6 +176,8 @@ class GuardedTier:
             probe = _Read(iter([keys[:num]]), check, are_frames=True, is_probe=True)
             probed, keys = self._get(probe, patience), keys[num:]
             if self._is_slower(patience):
+                pause_s = RATE_PROBE_S if probed else EMPTY_PROBE_S
+                self._probe_at = time.monotonic() + pause_s
                 return probed
             self._probe_at = 0.0
             log.info("cache tier %s: faster than computing again", self.name)

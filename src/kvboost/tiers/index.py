@@ -36,6 +36,9 @@ KEY_BYTES = 32
 # An anchor's value: row, how often the row had been freed, offset in the chunk.
 _ROUND_BITS = _OFFSET_BITS = 16
 _SEVERAL = 1 << 63  # marks a value of the table of children as the place of a list
+LEAST_BYTES = 8 * TOKEN_BYTES  # shorter chunks are words that stand anywhere
+MOST_COPIES = 4  # of the same words that are found by them
+_NEXT_COPY = 0xD1342543DE82EF95  # keeps the names of copies far apart
 
 
 class ChunkIndex:
@@ -98,9 +101,9 @@ class ChunkIndex:
     def add(self, entry: Entry, anchors_in_it: Iterable[Anchor] = ()) -> None:
         """Make an entry findable; `anchors_in_it` come from `anchors.pick`.
 
-        Of two entries that say the same the older one is found by its words, unless only the
-        newer one is exact. An entry that is known is given the anchors that lead nowhere now, and
-        is replaced if it was computed at another position.
+        Of entries that say the same a few are found by their words: the oldest ones and the
+        newest, exact ones before others. An entry that is known is given the anchors that lead
+        nowhere now, and is replaced if it was computed at another position.
         """
         with self._lock:
             row = self._row(entry.key)
@@ -115,9 +118,8 @@ class ChunkIndex:
                 for listener in self._listeners:
                     listener.added(entry.key, entry.tokens, entry.parent)
             for offset, anchor in anchors_in_it:
-                other = self._anchored(anchor)
-                if other is None or self._is_exact[row] > self._is_exact[other[0]]:
-                    self._anchors.put(anchor, self._anchor_value(row, offset))
+                if (name := self._free_name(anchor, row)) is not None:
+                    self._anchors.put(name, self._anchor_value(row, offset))
 
     def remove(self, key: FrameKey) -> None:
         """Forget an entry if it is there; what builds on it is out of reach until it is back."""
@@ -135,18 +137,20 @@ class ChunkIndex:
             for listener in self._listeners:
                 listener.removed(key)
 
-    def sighting(self, anchor: int, space: Namespace) -> tuple[Entry, int] | None:
-        """The chunk in which the words of an anchor seem to stand, and where: to be verified."""
+    def sightings(self, anchor: int, space: Namespace) -> list[tuple[Entry, int]]:
+        """The chunks in which the words of an anchor seem to stand, and where: to be verified."""
         with self._lock:
-            at = self._anchored(anchor)
-            if at is None or self._known_spaces[self._spaces[at[0]]] != space:
-                return None
-            return self._entry(at[0]), at[1]
+            found = [self._anchored(name) for name in _names(anchor)]
+            return [
+                (self._entry(row), offset)
+                for row, offset in filter(None, found)
+                if self._known_spaces[self._spaces[row]] == space
+            ]
 
     def knows(self, tokens: npt.NDArray[np.uint32], space: Namespace) -> bool:
         """Whether any part of a text seems to be stored."""
         _, hashes = anchors.pick(tokens, anchors.salt(space))
-        return any(self.sighting(anchor, space) is not None for anchor in hashes.tolist())
+        return any(self.sightings(anchor, space) for anchor in hashes.tolist())
 
     def spaces(self) -> list[Namespace]:
         """All namespaces of which something is stored."""
@@ -173,6 +177,27 @@ class ChunkIndex:
                 if said is not None and self._spaces[row] == number
             )
             return [self._entry(row) for row in islice(rows, limit)]
+
+    def within(self, text: bytes, space: Namespace) -> list[FrameKey]:
+        """The keys of all entries that say a part of a text, but for very short ones."""
+        with self._lock:
+            number, known = self._space_numbers.get(space), list(self._tokens)
+            own = [row for row, each in enumerate(self._spaces) if each == number]
+        places = range(0, len(text) - LEAST_BYTES + 1, TOKEN_BYTES)
+        starts = {text[place : place + LEAST_BYTES] for place in places}
+        rows = [
+            row
+            for row in own
+            if (said := known[row]) is not None
+            and said[:LEAST_BYTES] in starts
+            and _stands_in(said, text)
+        ]
+        with self._lock:
+            return [
+                self._key(row)
+                for row in rows
+                if self._tokens[row] is known[row] and self._spaces[row] == number
+            ]
 
     def before(self, entry: Entry) -> Entry | None:
         """The chunk that an entry was computed after."""
@@ -298,6 +323,17 @@ class ChunkIndex:
     def _anchor_value(self, row: int, offset: int) -> int:
         return (row << _ROUND_BITS | self._rounds[row]) << _OFFSET_BITS | offset
 
+    def _free_name(self, anchor: int, row: int) -> int | None:
+        """The name of an anchor that is to lead to a row; None if one does, or none may."""
+        names = _names(anchor)
+        others = [self._anchored(name) for name in names]
+        if any(other is not None and other[0] == row for other in others):
+            return None
+        for name, other in zip(names, others, strict=True):
+            if other is None or self._is_exact[row] > self._is_exact[other[0]]:
+                return name
+        return names[-1] if self._is_exact[row] else None
+
     def _anchored(self, anchor: int) -> tuple[int, int] | None:
         """Row and offset that an anchor leads to, unless the row was freed since."""
         value = self._anchors.get(anchor)
@@ -331,6 +367,18 @@ def shared_tail(left: bytes, right: bytes) -> int:
 def _first_difference(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> int:
     differs = a != b
     return int(differs.argmax()) if differs.any() else len(a)
+
+
+def _stands_in(said: bytes, text: bytes) -> bool:
+    place = text.find(said)
+    while place > 0 and place % TOKEN_BYTES:
+        place = text.find(said, place + 1)
+    return place >= 0
+
+
+def _names(anchor: int) -> list[int]:
+    """The keys of an anchor in the table, one for each copy of its words."""
+    return [max(2, (anchor + copy * _NEXT_COPY) % 2**64) for copy in range(MOST_COPIES)]
 
 
 def _number(key: bytes) -> int:

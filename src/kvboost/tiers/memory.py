@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 import threading
 import time
@@ -14,6 +15,10 @@ from kvboost.codecs.frame import OWNER_BYTES
 from kvboost.core import FrameKey, Owner
 from kvboost.tiers.base import StoredChunk, TierStats
 from kvboost.tiers.eviction import ReuseDensity
+
+MUCH_PINNED = 0.5  # of the budget
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -143,7 +148,13 @@ class MemoryTier:
                 self._eviction.set_aside(key)
                 if until < math.inf:
                     heapq.heappush(self._ends_of_pins, (until, key))
-            return len(held)
+            now = self._clock()
+            pinned = (key for key in self._pinned_until if self._is_pinned(key, now))
+            num_bytes = sum(self._chunks[key].nbytes for key in pinned)
+        if num_bytes > MUCH_PINNED * self._budget_bytes:
+            share = num_bytes / self._budget_bytes
+            log.warning("pins take %.0f%% of max_cache_bytes; little else stays", 100 * share)
+        return len(held)
 
     def unpin(self, keys: Iterable[FrameKey]) -> None:
         """Let keys leave again."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Command: TypeAlias = "tuple[bytes | memoryview, ...]"
 
 DEFAULT_PREFIX = "kvboost:"
+LARGEST_BYTES = 512 << 20  # that a server stores under a key
 _TLS_OPTIONS = (
     "ssl_ca_certs",
     "ssl_cert_reqs",
@@ -51,7 +52,10 @@ class RedisTier(Tier):
     beside `db` and the `ssl_` options of the client.
     """
 
-    def __init__(self, url: str, timeout_s: float = 1.0) -> None:
+    def __init__(
+        self, url: str, timeout_s: float = 1.0, largest_bytes: int = LARGEST_BYTES
+    ) -> None:
+        """`largest_bytes`: of a frame; a reply with more is refused."""
         self._address = shown(url)
         parsers: dict[str, Callable[[str], Any]] = {"ttl_s": seconds, "prefix": str}
         bare_url, options = take_options(url, parsers, ("db", *_TLS_OPTIONS))
@@ -60,6 +64,8 @@ class RedisTier(Tier):
         self._expiry = () if ttl_s is None else (b"PX", b"%d" % max(1, round(1000 * ttl_s)))
         try:
             from redis import ConnectionPool, exceptions  # noqa: PLC0415
+
+            from kvboost.tiers.replies import bounded_parser  # noqa: PLC0415
         except ImportError as error:
             raise ConfigError(missing_packages(self._address, "redis hiredis")) from error
         self._no_room = exceptions.OutOfMemoryError
@@ -71,6 +77,7 @@ class RedisTier(Tier):
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
                 socket_read_size=_READ_BYTES,
+                parser_class=bounded_parser(largest_bytes + _IN_FLIGHT_BYTES, timeout_s),
             )
         except ValueError:  # its text may hold a part of the password
             raise ConfigError(

@@ -147,9 +147,9 @@ class ChunkStore:
     ) -> None:
         """Load what the store has of a text, wherever it was when it was stored."""
         _, hashes = anchors.pick(tokens, anchors.salt(space))
-        seen = {anchor: self.index.sighting(anchor, space) for anchor in hashes.tolist()}
-        keys = [at[0].key for at in seen.values() if at is not None]
-        unseen = {where(anchor, space): anchor for anchor, at in seen.items() if at is None}
+        seen = {anchor: self.index.sightings(anchor, space) for anchor in hashes.tolist()}
+        keys = [found[0][0].key for found in seen.values() if found]
+        unseen = {where(anchor, space): anchor for anchor, found in seen.items() if not found}
         noted = self._noted(list(unseen), patience)
         keys += [key for key, _ in noted.values()]
         self.bring(list(dict.fromkeys(keys)), patience)

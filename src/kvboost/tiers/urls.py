@@ -13,6 +13,7 @@ from kvboost.errors import ConfigError
 from kvboost.tiers.address import split_url
 from kvboost.tiers.base import Tier
 from kvboost.tiers.disk.tier import DiskTier
+from kvboost.tiers.sealed import SealedTier
 from kvboost.tiers.stack import Opener
 
 # Imported when they are asked for: their clients are extras.
@@ -25,10 +26,17 @@ SHARED = {
 SCHEMES = ("memory", "file", *SHARED)
 
 
-def openers(urls: str, budget_bytes: int, timeout_s: float) -> list[Opener]:
+def openers(
+    urls: str,
+    budget_bytes: int,
+    timeout_s: float,
+    largest_bytes: int,
+    secret: str | None = None,
+) -> list[Opener]:
     """A way to open each of the URLs, which blanks separate.
 
-    `budget_bytes` is for disk tiers, `timeout_s` for the sockets of shared ones.
+    `budget_bytes` is for disk tiers; `timeout_s` is for the sockets of shared ones,
+    `largest_bytes`, of a frame, for what these may return, and `secret` for signing it.
 
     Raises:
         ConfigError: a URL is not understood.
@@ -39,11 +47,11 @@ def openers(urls: str, budget_bytes: int, timeout_s: float) -> list[Opener]:
         if url.partition("?")[0].count("://") > 1:
             raise ConfigError("cache_url: separate several URLs by spaces")
         if scheme == "file":
-            make = partial(DiskTier, folder_of(url), budget_bytes)
-            found.append(Opener("disk", make))
+            found.append(Opener("disk", partial(DiskTier, folder_of(url), budget_bytes)))
         elif scheme in SHARED:
             name = SHARED[scheme][0].rpartition(".")[2]
-            found.append(Opener(name, partial(_open_shared, url, timeout_s)))
+            make = partial(_open_shared, url, timeout_s, largest_bytes, secret)
+            found.append(Opener(name, make))
         elif url != "memory://":  # which is always on top
             raise ConfigError(
                 f"cache_url: {scheme or url.split('@')[-1]!r} is not one of "
@@ -75,9 +83,11 @@ def folder_of(url: str) -> Path:
     return Path(unquote(parts.path))
 
 
-def _open_shared(url: str, timeout_s: float) -> Tier:
+def _open_shared(url: str, timeout_s: float, largest_bytes: int, secret: str | None) -> Tier:
     module, name = SHARED[split_url(url).scheme]
     tier: Callable[..., Any] = getattr(import_module(module), name)
-    opened = tier(url, timeout_s=timeout_s)
+    # Mooncake reads through a buffer of fixed size.
+    limits = {"largest_bytes": largest_bytes} if name == "RedisTier" else {}
+    opened = tier(url, timeout_s=timeout_s, **limits)
     assert isinstance(opened, Tier)
-    return opened
+    return SealedTier(opened, secret) if secret else opened

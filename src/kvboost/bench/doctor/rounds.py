@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from kvboost.bench.doctor.facts import NUM_OTHER_TOKENS, Reading
 from kvboost.build import Parts, build
 from kvboost.core import MatchKind, ReuseMode
-from kvboost.engine.answer import answer
+from kvboost.engine.batch.front import BatchFront
 from kvboost.engine.request import Request, check_arguments
 from kvboost.engine.texts import PREFACE
+from kvboost.engine.worker import CallerThread
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,9 +51,7 @@ def ask(
         adapter=parts.model.adapter,
         arguments=check_arguments(arguments, num_new),
     )
-    result, store = answer(request, parts, tokenizer)
-    store()  # what it returns is an audit: words in random order say nothing of quality
-    return result
+    return BatchFront(parts, tokenizer, CallerThread()).run(request)
 
 
 class Rounds:

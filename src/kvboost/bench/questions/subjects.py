@@ -19,10 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria
 from kvboost.build import Parts, build
 from kvboost.config import MIB, make_options
 from kvboost.core import MatchKind
-from kvboost.engine.answer import answer
+from kvboost.engine.batch.front import BatchFront
 from kvboost.engine.prefill import space_of
 from kvboost.engine.request import Request, check_arguments
 from kvboost.engine.results import GenerationResult
+from kvboost.engine.worker import CallerThread
 from kvboost.models.hf import HFModel
 from kvboost.models.load import boundary_tokens
 from kvboost.policy.cost import CostModel
@@ -81,10 +82,8 @@ class Session:
             arguments=check_arguments({"eos_token_id": NO_TOKEN}, num_new),
             started_at=now(device),
         )
-        result, later = answer(request, self.parts, self.tokenizer)
-        started = now(device)
-        later()
-        return result, 1e3 * (now(device) - started)
+        result = BatchFront(self.parts, self.tokenizer, CallerThread()).run(request)
+        return result, 1e3 * (now(device) - request.started_at) - result.total_ms
 
     def stored_bytes_per_token(self) -> float:
         """Bytes of memory for each token that is stored now."""

@@ -15,12 +15,16 @@ _LONG = 36
 
 
 def page(results: Results, sections: list[Section]) -> str:
-    """Return the page."""
+    """Return the page of a run."""
     run = results.run
-    style = files("kvboost.bench.report").joinpath("page.css").read_text(encoding="utf-8")
-    title = f"KVBoost benchmark: {run.model}"
     facts = [run.date, machine(run.machine), run.dtype]
     facts += [f"commit {run.commit}"] if run.commit else []
+    return document(f"KVBoost benchmark: {run.model}", facts, sections)
+
+
+def document(title: str, facts: list[str], sections: list[Section]) -> str:
+    """Return a page with that heading."""
+    style = files("kvboost.bench.report").joinpath("page.css").read_text(encoding="utf-8")
     head = f'<h1>{escape(title)}</h1><p class="facts">{escape(" · ".join(facts))}</p>'
     links = "".join(f'<li><a href="#{s.slug}">{escape(s.title)}</a></li>' for s in sections)
     return (

@@ -16,7 +16,7 @@ from kvboost.policy.guard import QualityGuard
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
 from kvboost.reuse.lookup import LEAST_TOKENS, find, find_moved
-from kvboost.reuse.repair.base import Repair
+from kvboost.reuse.repair import Repair
 from kvboost.tiers.epochs import Epochs
 from kvboost.tiers.index import ChunkIndex
 
@@ -42,11 +42,14 @@ class Choice:
 
     def __init__(self, options: Options, repairs: Mapping[float, Repair]) -> None:
         self._chunk_size, self._repairs = options.chunk_size, repairs
+        self._same_company = options.company == "same"
         self.facts = Facts(b"", "no worker has said what it can", "", must_bring=False, changes=())
         self._index = ChunkIndex()
         self.epochs = Epochs()
         self.cost = CostModel()
-        self.guard = QualityGuard(options.quality_budget, tuple(repairs), options.audit_ratio)
+        self.guard = QualityGuard(
+            options.quality_budget, tuple(repairs), options.audit_ratio, options.changed_budget
+        )
         self._measured: tuple[Work, float] | None = None  # and when it began
         self._num_steps = 0  # that have not ended
 
@@ -81,7 +84,8 @@ class Choice:
         allowance = self.guard.terms(EVERYBODY)
         if reuse != "auto" or self.facts.move_refusal or not allowance.allows_moved:
             return exact, 0.0
-        found = find_moved(whole, chunks, self._index, space).after(num_local)
+        found = find_moved(whole, chunks, self._index, space, same_company=self._same_company)
+        found = found.after(num_local)
         if found.moved and found.moved[0].start >= last_moved:
             return exact, 0.0
         num_repaired = self._repairs[allowance.ratio].expected_rows(found)

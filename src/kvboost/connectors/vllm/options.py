@@ -10,6 +10,7 @@ from kvboost.errors import ConfigError
 
 OPTIONS = (
     "audit_ratio",
+    "cache_secret",
     "cache_url",
     "chunk_size",
     "disk_cache_dir",

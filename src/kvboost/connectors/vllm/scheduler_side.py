@@ -29,7 +29,7 @@ from kvboost.core import ReuseMode, ReusePlan
 from kvboost.errors import ConfigError
 from kvboost.policy.cost import Work
 from kvboost.reuse.lookup import LEAST_TOKENS
-from kvboost.reuse.repair.base import Repair
+from kvboost.reuse.repair import Repair
 
 log = logging.getLogger(__name__)
 

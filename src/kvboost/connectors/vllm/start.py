@@ -27,7 +27,7 @@ from kvboost.core import KVGeometry, PlaneGroup
 from kvboost.errors import ConfigError, UnsupportedModel
 from kvboost.models.certify import NUM_PROBE_TOKENS
 from kvboost.models.identity import Identity, identify
-from kvboost.reuse.repair.base import Repair
+from kvboost.reuse.repair import Repair
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

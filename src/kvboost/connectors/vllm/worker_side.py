@@ -45,7 +45,7 @@ from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
 from kvboost.reuse.lookup import find
 from kvboost.reuse.place import Placed, assemble
-from kvboost.reuse.repair.base import Repair
+from kvboost.reuse.repair import Repair
 from kvboost.reuse.store import commit
 from kvboost.tiers.index import ChunkIndex
 
@@ -259,7 +259,7 @@ class WorkerSide:
             plan = self._own_plan(load)
             rows = BlockRows(self.cache, load.block_ids)
             with self._stream(0, given):
-                placed = self._assemble(plan, rows, load.tenant)
+                placed = self._assemble(plan, load, rows)
             stop = placed.plan.matches[-1].span.stop if placed.plan.matches else load.start
         except Exception:
             log.exception("K/V could not be loaded, and is computed instead")
@@ -274,7 +274,7 @@ class WorkerSide:
         started, stop = time.perf_counter(), load.start
         try:
             rows = private_rows(self.cache.geometry, load.stop, self.cache.device)
-            placed = self._assemble(load.plan, rows, load.tenant)
+            placed = self._assemble(load.plan, load, rows)
             rows.length = load.stop
             blocks = BlockRows(self.cache, load.block_ids)
             for run in placed.plan.runs:
@@ -297,10 +297,11 @@ class WorkerSide:
             self._loaded.add(load.request_id)
             self._report.repairs_s[load.request_id] = time.perf_counter() - started
 
-    def _assemble(self, plan: ReusePlan, rows: Slots, tenant: str) -> Placed:
+    def _assemble(self, plan: ReusePlan, load: Load, rows: Slots) -> Placed:
         """Place what tiers deliver of a plan."""
+        space = self._space(load.tenant)
         chunks = self._store.tiers.get(list(dict.fromkeys(each.key for each in plan.matches)))
-        placed = assemble(plan, rows, self._model, self._store, self._space(tenant), chunks)
+        placed = assemble(plan, load.tokens, rows, self._model, self._store, space, chunks)
         self._store.forget(placed.lost)
         return placed
 

@@ -76,7 +76,7 @@ class Admission:
 
     def _prefilling(self) -> set[str]:
         """Tenants with as many prefills as they may have in a full step."""
-        tenants = Counter(each.request.tenant for each in self._running if each.pending)
+        tenants = Counter(each.request.tenant for each in self._running if each.is_prefilling)
         return {tenant for tenant, count in tenants.items() if count >= MOST_PREFILLS}
 
     def overflow(self) -> Member | None:
@@ -85,6 +85,8 @@ class Admission:
         if not has_grown or self._room(self._running) >= 0:
             return None
         victim = self._victim(self._running)
+        if victim is None:
+            return None
         # A request alone has room, unless rows that it shared take more blocks than its own.
         return victim if len(self._running) > 1 or victim.rows.num_shared else None
 
@@ -96,6 +98,8 @@ class Admission:
         rest, preempted = list(self._running), []
         while not self._fits(member, rest, self._room(rest)):
             victim = self._victim(rest)
+            if victim is None:
+                return None
             rest.remove(victim)
             kept = self._share(rest, victim.request.tenant)
             if kept < self._share([*rest, member], member.request.tenant):
@@ -103,10 +107,15 @@ class Admission:
             preempted.append(victim)
         return preempted
 
-    def _victim(self, running: Sequence[Member]) -> Member:
-        """The youngest request of the tenant with the largest share."""
+    def _victim(self, running: Sequence[Member]) -> Member | None:
+        """The youngest request of the tenant with the largest share.
+
+        Neither a guest's nor one with memory of its own, which would give the pool nothing.
+        """
         return max(
-            running, key=lambda each: (self._share(running, each.request.tenant), each.joined_at)
+            (each for each in running if each.guest is None and not each.rows.is_private),
+            key=lambda each: (self._share(running, each.request.tenant), each.joined_at),
+            default=None,
         )
 
     def _fits(self, member: Member, running: Sequence[Member], room: int) -> bool:
@@ -117,7 +126,9 @@ class Admission:
 
     def _room(self, running: Sequence[Member]) -> int:
         """Tokens of the longest request that has room beside others."""
-        return self._parts.pool.room([(each.rows, each.num_reserved) for each in running])
+        reserved = [(each.rows, each.num_reserved) for each in running]
+        leaving = [each.rows for each in self._running if each not in running]
+        return self._parts.pool.room(reserved, leaving)
 
     def _share(self, running: Sequence[Member], tenant: str) -> float:
         own = [each for each in running if each.request.tenant == tenant]

@@ -1,30 +1,32 @@
 """The batch: every step computes one token of each answer, and a piece of the prompts that joined.
 
-A step is one forward for all requests in it. Requests join when there is room and leave when they
-are done, cancelled or late; prompts are cut into pieces so that running answers do not wait long.
+A step is one forward for all requests in it, and a step of a guest: Transformers' `generate()` or
+the scoring of continuations. Requests join when there is room and leave when they are done,
+cancelled or late; prompts are cut into pieces so that running answers do not wait long.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from kvboost.build import Parts
 from kvboost.core import Span
-from kvboost.engine.answer import terms_of, why_not
-from kvboost.engine.audit import carry_out, prepare_audit
 from kvboost.engine.batch.admission import Admission
 from kvboost.engine.batch.live import LivePrompts, Owner
-from kvboost.engine.batch.member import Member
+from kvboost.engine.batch.member import Member, completion_of
 from kvboost.engine.batch.pace import Pace
+from kvboost.engine.batch.promotion import FollowUps
+from kvboost.engine.batch.queue import StepTime
 from kvboost.engine.prefill import decide, fill, keep, named_chunks
-from kvboost.engine.report import count, report
-from kvboost.engine.results import Completion, Phases
-from kvboost.errors import DeadlineExceeded
+from kvboost.engine.report import count
+from kvboost.engine.results import Completion
+from kvboost.engine.terms import terms_of, why_not
+from kvboost.errors import DeadlineExceeded, KVBoostError
 from kvboost.models.adapters import Adapter
 from kvboost.models.packed import LEAST_SHARED, SHARED_STEP
 from kvboost.models.pool import Run
@@ -47,12 +49,13 @@ class Batch:
     """
 
     def __init__(self, parts: Parts, add_idle: Callable[[Idle], None]) -> None:
-        self._parts, self._add_idle = parts, add_idle
+        self._parts, self._follow_ups = parts, FollowUps(add_idle)
         self._running: list[Member] = []
         self._admission = Admission(parts, self._running)
         self._waiting = self._admission.waiting
         self._live = LivePrompts()
         self._pace = Pace(parts.options.inter_token_target_ms)
+        self._step_time = StepTime()
         self._num_steps = self._num_answers_stepped = self._num_preemptions = 0
         # Of adapters that are loaded; who comes back at once must not be first each time.
         self._last_steps: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
@@ -69,10 +72,13 @@ class Batch:
                 return POLL_S
             while (member := self._admission.overflow()) is not None:
                 self._preempt(member)
+            for member in [each for each in self._running if each.has_grown]:
+                self._reserve(member)
             self._admit()
             segments = self._next_segments()
             if segments:
                 self._compute(segments)
+            self._step_guest()
         except BaseException as error:  # nothing may end the thread: all requests would hang
             log.exception("the batch failed, and all its requests with it")
             for member in [*self._running, *self._waiting]:
@@ -124,7 +130,7 @@ class Batch:
     def _admit(self) -> None:
         """Take in requests as long as their prompts fit in the next step, and a few more."""
         while True:
-            prefills = [each for each in self._running if each.pending]
+            prefills = [each for each in self._running if each.is_prefilling]
             num_pending = sum(len(each.pending) for each in prefills)
             is_full = num_pending >= self._room_for_prompts(prefills)
             chosen = self._admission.next(self._is_ready, is_full=is_full)
@@ -149,11 +155,17 @@ class Batch:
         self._waiting.put_back(member)
         self._num_preemptions += 1
 
+    def _reserve(self, member: Member) -> None:
+        """Take the room that its output needs next, so that no one else can."""
+        try:
+            member.rows.make_room(member.num_reserved)
+        except KVBoostError:  # pins or texts that are warmed have it
+            self._preempt(member)
+
     def _is_ready(self, member: Member) -> bool:
         loading = member.request.loading
-        if loading is not None and not loading.done():
-            return False
-        return not self._running or not self._waits_for_another(member)
+        is_loading = loading is not None and not loading.done()
+        return not is_loading and not (self._running and self._waits_for_another(member))
 
     def _waits_for_another(self, member: Member) -> bool:
         """Whether another request computes most of what this one needs right now."""
@@ -189,7 +201,7 @@ class Batch:
             decision, context, parts, terms, member.num_reserved, request.brought, shared
         )
         rows = member.owner.rows = prefilled.rows
-        member.start(prefilled)
+        member.start(prefilled, is_whole=self._is_whole(member))
         self._running.append(member)
         if member.names is not None:
             chunks, keys = member.names
@@ -209,12 +221,16 @@ class Batch:
     def _next_segments(self) -> dict[Segment, Member]:
         """One token of each answer, then pieces of prompts: the oldest first, then short ones.
 
-        All are of one adapter; answers of others wait meanwhile, so they limit prompts as well.
+        All are of one adapter, and of tenants that have not used more time than others; answers of
+        the rest wait meanwhile, so they limit prompts as well.
         """
-        members = self._in_turn()
-        room = self._room_for_prompts([each for each in self._running if each.pending])
-        computing = [each for each in members if each.pending]
-        segments = {each.next_segment(1): each for each in members if not each.pending}
+        computed = [each for each in self._running if each.guest is None or each.is_prefilling]
+        members = self._of_one_adapter(self._step_time.in_turn(computed))
+        room = self._room_for_prompts([each for each in self._running if each.is_prefilling])
+        computing = [each for each in members if each.is_prefilling]
+        segments: dict[Segment, Member] = {}
+        for member in [each for each in members if not each.is_prefilling]:
+            self._add_piece(segments, member, 1)
         # Half of the room is the oldest prompt's, so that short ones cannot hold it up for ever.
         for member in computing[:1]:
             most = room if len(computing) == 1 else -(-room // 2)
@@ -225,34 +241,41 @@ class Batch:
                 room -= self._add_piece(segments, member, room)
         return segments
 
-    def _in_turn(self) -> list[Member]:
-        """The running requests of the adapter whose last step is the longest ago."""
-        adapters = {each.request.adapter for each in self._running}
+    def _of_one_adapter(self, members: Sequence[Member]) -> Sequence[Member]:
+        """Those of the adapter whose last step is the longest ago."""
+        adapters = {each.request.adapter for each in members}
         if len(adapters) < 2:
-            return self._running
+            return members
         adapter = min(adapters, key=lambda each: self._last_steps.get(each, 0))
-        return [each for each in self._running if each.request.adapter is adapter]
+        return [each for each in members if each.request.adapter is adapter]
 
     def _room_for_prompts(self, computing: list[Member]) -> int:
         num_decoding = len(self._running) - len(computing)
         num_free = self._admission.most_running - len(self._running)
         num_waiting = len(computing) + min(len(self._waiting), num_free)
-        return self._pace.prompt_tokens(num_decoding, num_waiting)
+        if self._step_time.is_shared:  # neither a queue nor prompts slow other tenants down
+            num_decoding, num_waiting = max(1, num_decoding), 0
+        is_shared = self._step_time.may_be_shared
+        return self._pace.prompt_tokens(num_decoding, num_waiting, is_shared=is_shared)
 
     def _is_whole(self, member: Member) -> bool:
         """Whether a prompt must not be cut: its bits or its rotation depend on the piece."""
         return self._parts.piece_tokens is not None or self._admission.is_alone(member)
 
     def _add_piece(self, segments: dict[Segment, Member], member: Member, most: int) -> int:
-        member.was_beside |= len(self._running) > 1
-        segment = member.next_segment(most)
+        member.is_timed &= len(self._running) == 1
+        try:
+            segment = member.next_segment(most)
+        except Exception as error:
+            log.exception("a request's next step could not be prepared")
+            self._fail(member, error)
+            return 0
         segments[segment] = member
         return len(segment.tokens)
 
     def _compute(self, segments: dict[Segment, Member]) -> None:
         started = time.perf_counter()
-        first = next(iter(segments.values()))
-        num_answers = sum(not s.pending for s in segments.values())
+        num_answers = sum(s.guest is None and not s.pending for s in segments.values())
         num_prompt = sum(len(g.tokens) for g, s in segments.items() if not s.is_decoding)
         num_decoding = sum(s.is_decoding for s in segments.values())
         outcomes = self._run(segments)
@@ -267,9 +290,11 @@ class Batch:
             if outcome is not None:
                 self._go_on(member, outcome)
         self._num_steps += 1
-        self._last_steps[first.request.adapter] = self._num_steps
+        self._last_steps[next(iter(segments.values())).request.adapter] = self._num_steps
         self._num_answers_stepped += num_answers
-        self._pace.observe(time.perf_counter() - started, num_decoding, num_prompt)
+        seconds = time.perf_counter() - started
+        self._step_time.charge(seconds, [(s.request.tenant, g.tokens) for g, s in segments.items()])
+        self._pace.observe(seconds, num_decoding, num_prompt)
 
     def _run(self, segments: dict[Segment, Member]) -> dict[Segment, Choice | Exception | None]:
         """Each request's next token, None inside a prompt, or what went wrong with it.
@@ -288,6 +313,31 @@ class Batch:
             outcomes |= self._run({segment: member})
         return outcomes
 
+    def _step_guest(self) -> None:
+        """A step of one request with a guest, in turn."""
+        ready = ((s, s.guest) for s in self._running if not s.is_prefilling)
+        member, guest = next((pair for pair in ready if pair[1] is not None), (None, None))
+        if member is None or guest is None:
+            return
+        self._running.remove(member)
+        self._running.append(member)
+        member.is_timed &= len(self._running) == 1
+        member.steps = member.steps or guest.steps(member)
+        completion = None
+        try:
+            is_over = next(member.steps, self) is self
+            if not member.is_decoding:
+                self._prompt_is_done(member)
+            if not (is_over and member.is_decoding):
+                member.note_token()
+            if is_over:
+                completion = completion_of(member)
+        except BaseException as error:
+            self._fail(member, error)
+            return
+        if completion is not None:
+            self._finish(member, completion)
+
     def _go_on(self, member: Member, choice: Choice) -> None:
         if not member.is_decoding:
             self._prompt_is_done(member)
@@ -295,7 +345,7 @@ class Batch:
         try:
             member.accept(choice)
             if member.finish_reason is not None:
-                completion = _completion(member)
+                completion = completion_of(member)
         except BaseException as error:  # of a listener, a grammar, a tokenizer: its own matter
             log.exception("a request failed while decoding")
             self._fail(member, error)
@@ -307,7 +357,7 @@ class Batch:
         prefilled = member.prefilled
         assert prefilled is not None
         self._keep(member, num_tokens=member.rows.exact_stop)  # others have it before the output
-        if not member.was_beside:
+        if member.is_timed:
             self._parts.cost.observe(prefilled.work, time.perf_counter() - prefilled.started_at)
 
     def _finish(self, member: Member, completion: Completion) -> None:
@@ -317,7 +367,7 @@ class Batch:
             looked_up = member.terms.reuse != "off"
             count(member.request, member.first_prefill, member.parts, looked_up=looked_up)
             if looked_up:
-                self._audit(member)  # runs rows again, which are not to be written once kept
+                self._follow_ups.add(member)  # may run rows again, which is over once they are kept
             self._keep(member)
         except Exception:
             log.exception("storing a request's K/V failed; its output is not affected")
@@ -338,13 +388,6 @@ class Batch:
         except Exception:
             log.exception("K/V could not be stored; the request is not affected")
 
-    def _audit(self, member: Member) -> None:
-        parts, prefilled = member.parts, member.prefilled
-        assert prefilled is not None
-        audit = prepare_audit(member.request, parts, prefilled, member.terms, member.output)
-        if audit is not None:
-            self._add_idle(carry_out(audit, parts))
-
     def _fail(self, member: Member, error: BaseException, *, keeps: bool = False) -> None:
         """End a request with an error; `keeps` its K/V, so that a retry continues from there."""
         self._leave(member)
@@ -360,6 +403,8 @@ class Batch:
             self._running.remove(member)
         elif member in self._waiting:
             self._waiting.remove(member)
+        if member.steps is not None:
+            member.steps.close()
         self._live.remove(member.owner)
         member.request.stop_loading()
         member.give_back_place()
@@ -368,31 +413,7 @@ class Batch:
 def _run_together(segments: dict[Segment, Member]) -> dict[Segment, Choice | Exception | None]:
     model = next(iter(segments.values())).parts.model
     logits = model.forward_packed(list(segments))
-    ready = [segment for segment, member in segments.items() if not member.pending]
+    ready = [g for g, member in segments.items() if not member.pending and member.guest is None]
     choosers = [segments[segment].chooser for segment in ready]
     choices = choose([logits[segment] for segment in ready], choosers) if ready else []
     return dict.fromkeys(segments) | dict(zip(ready, choices, strict=True))
-
-
-def _completion(member: Member) -> Completion:
-    request, prefilled = member.request, member.first_prefill
-    assert prefilled is not None and member.finish_reason is not None
-    first_at, last_at = (request.started_at + member.token_times[i] for i in (0, -1))
-    lookup_s, load_s = prefilled.lookup_ms / 1e3, prefilled.load_ms / 1e3
-    return Completion(
-        text=member.text,
-        token_ids=tuple(member.output),
-        finish_reason=member.finish_reason,
-        prompt_tokens=len(request.tokens),
-        cached_tokens=prefilled.num_cached,
-        reuse=report(prefilled, len(request.tokens), member.parts, member.note, first_at),
-        phases=Phases(
-            queue=member.joined_at - request.started_at,
-            lookup=lookup_s,
-            load=load_s,
-            prefill=first_at - member.joined_at - lookup_s - load_s,
-            decode=last_at - first_at,
-        ),
-        logprobs=tuple(member.logprobs),
-        token_times=tuple(member.token_times),
-    )

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvboost.build import Parts
 from kvboost.core import Sampling
+from kvboost.engine.batch.arguments import sampling_of
 from kvboost.engine.batch.batch import Batch
-from kvboost.engine.batch.member import Listener, Member
+from kvboost.engine.batch.member import Guest, Listener, Member
 from kvboost.engine.batch.queue import Places
 from kvboost.engine.batch.ticket import Ticket
+from kvboost.engine.host import HostGeneration, has_other_work, most_new_tokens
 from kvboost.engine.request import Request
-from kvboost.engine.results import Completion, GenerationResult
-from kvboost.engine.worker import Worker
+from kvboost.engine.results import Completion, Delta, GenerationResult
+from kvboost.engine.score import ScoreResult, Scoring
+from kvboost.engine.stream import Event
+from kvboost.engine.worker import CallerThread, Worker
 from kvboost.errors import ConfigError, QueueFull, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -28,8 +37,8 @@ class BatchFront:
         self,
         parts: Parts,
         tokenizer: PreTrainedTokenizerBase,
-        worker: Worker,
-        start_loading: Callable[[Request], Request],
+        worker: Worker | CallerThread,
+        start_loading: Callable[[Request], Request] = lambda request: request,
     ) -> None:
         self._parts, self._tokenizer, self._worker = parts, tokenizer, worker
         self._start_loading = start_loading
@@ -47,8 +56,11 @@ class BatchFront:
         waits: bool = False,
         listener: Listener | None = None,
         deadline_s: float | None = None,
+        guest: Guest | None = None,
     ) -> Ticket:
         """Let a request join as soon as there is room; `waits` for a place in the queue if asked.
+
+        A `guest` computes its output instead of the batch.
 
         Raises:
             QueueFull: there is no place for a request of this tenant.
@@ -56,7 +68,8 @@ class BatchFront:
         """
         if self._parts.model.refusal:
             raise UnsupportedModel(self._parts.model.refusal)
-        self._check(request, sampling)
+        if guest is None:
+            self._check(request, sampling)
         self._worker.check_caller()
         if not self._places.acquire(request.tenant, waits=waits):
             raise QueueFull(f"{self._parts.options.max_queue_size} requests are waiting already")
@@ -68,6 +81,8 @@ class BatchFront:
                 tokenizer=self._tokenizer,
                 end_tokens=self._parts.model.end_tokens({}),
                 give_back_place=partial(self._places.release, request.tenant),
+                guest=guest,
+                is_timed=guest is None or not has_other_work(request, self._parts.model),
                 listener=listener,
                 deadline_at=None if deadline_s is None else request.started_at + deadline_s,
             )
@@ -80,7 +95,7 @@ class BatchFront:
     def _check(self, request: Request, sampling: Sampling) -> None:
         """Refuse what would fail in the middle of a step, where others would fail with it."""
         most, num_known = self._parts.working_tokens, self._parts.model.num_embeddings
-        if len(request.tokens) + sampling.max_new_tokens > most:
+        if not self._fits(request, sampling):
             raise ConfigError(
                 f"a prompt of {len(request.tokens)} tokens with {sampling.max_new_tokens} new ones "
                 f"does not fit into {most} tokens of working memory (num_blocks, max_cache_bytes)"
@@ -91,29 +106,72 @@ class BatchFront:
                     f"logit_bias: token {token} is unknown: expected 0 to {num_known - 1}"
                 )
 
-    def answer_all(
+    def _fits(self, request: Request, sampling: Sampling) -> bool:
+        return len(request.tokens) + sampling.max_new_tokens <= self._parts.working_tokens
+
+    def run(self, request: Request) -> GenerationResult:
+        """Wait for the output of a request."""
+        with _cancelled_on_error([request]):
+            return self._ask(request).result()
+
+    def run_all(self, requests: Sequence[Request]) -> list[GenerationResult]:
+        """Wait for the outputs of requests, in their order; each is drawn with dice of its own."""
+        with _cancelled_on_error(requests):
+            replies = [self._ask(request, has_own_dice=True) for request in requests]
+            return [reply.result() for reply in replies]
+
+    def start(
+        self, request: Request, put: Callable[[Event], None], cancelled: threading.Event
+    ) -> None:
+        """Have a request answered; `put` gets the text as it comes, and the end."""
+        reply = self._ask(replace(request, cancelled=cancelled), put)
+        reply.add_done_callback(lambda done: put(done.exception() or done.result()))
+
+    def score(self, request: Request, continuations: Sequence[list[int]]) -> ScoreResult:
+        """Wait for log probabilities of continuations.
+
+        Raises:
+            UnsupportedModel: the model runs without reuse.
+        """
+        scoring = Scoring(continuations)
+        sampling = Sampling(max_new_tokens=scoring.longest)
+        with _cancelled_on_error([request]):
+            ticket = self.enqueue(request, sampling, waits=True, guest=scoring)
+            completion = ticket.result()
+        return ScoreResult(
+            scores=scoring.scores,
+            prompt_tokens=completion.prompt_tokens,
+            cached_tokens=completion.cached_tokens,
+            reuse=completion.reuse,
+            total_ms=1e3 * (time.perf_counter() - request.started_at),
+        )
+
+    def _ask(
         self,
-        requests: Sequence[Request],
-        samplings: Sequence[Sampling | None],
-        run_alone: Callable[[Request], GenerationResult],
-    ) -> list[GenerationResult]:
-        """The answers in order; a request without sampling runs alone, after the others began."""
-        tickets: list[Ticket | None] = []
-        try:
-            for request, sampling in zip(requests, samplings, strict=True):
-                ticket = None
-                if sampling is not None and not self._parts.model.refusal:
-                    ticket = self.enqueue(request, sampling, waits=True)
-                tickets.append(ticket)
-            return [
-                run_alone(request) if ticket is None else _result_of(ticket.result())
-                for request, ticket in zip(requests, tickets, strict=True)
-            ]
-        except BaseException:
-            for ticket in tickets:
-                if ticket is not None:
-                    ticket.cancel()
-            raise
+        request: Request,
+        put: Callable[[str], None] | None = None,
+        *,
+        has_own_dice: bool = False,
+    ) -> Future[GenerationResult]:
+        """Let the batch compute an output, and Transformers what the batch cannot.
+
+        Transformers draws from torch's random numbers, as it always does, unless `has_own_dice`.
+        """
+        model, host = self._parts.model, None
+        if model.refusal:
+            host = HostGeneration(request, self._tokenizer, put)
+            return self._worker.start(partial(host.alone, self._parts))
+        sampling = sampling_of(request.arguments, model)
+        if sampling is not None and sampling.temperature > 0 and not has_own_dice:
+            sampling = None
+        if sampling is None or not self._fits(request, sampling):
+            host = HostGeneration(request, self._tokenizer, put)
+            sampling = Sampling(max_new_tokens=most_new_tokens(request, model))
+        listener = partial(_pass_text, put) if put is not None and host is None else None
+        ticket = self.enqueue(request, sampling, waits=True, listener=listener, guest=host)
+        reply: Future[GenerationResult] = Future()
+        ticket.future.add_done_callback(partial(_pass_on, reply, request, host))
+        return reply
 
     def is_busy(self) -> bool:
         """Whether answers are running."""
@@ -124,9 +182,41 @@ class BatchFront:
         return self._batch.stats()
 
 
-def _result_of(completion: Completion) -> GenerationResult:
-    """An answer of the batch in the words of `generate`."""
+@contextmanager
+def _cancelled_on_error(requests: Sequence[Request]) -> Iterator[None]:
+    """Most of all for KeyboardInterrupt: don't compute for nobody."""
+    try:
+        yield
+    except BaseException:
+        for request in requests:
+            request.cancelled.set()
+        raise
+
+
+def _pass_text(put: Callable[[str], None], delta: Delta) -> None:
+    if delta.text:
+        put(delta.text)
+
+
+def _pass_on(
+    reply: Future[GenerationResult],
+    request: Request,
+    host: HostGeneration | None,
+    done: Future[Completion],
+) -> None:
+    error = done.exception()
+    if error is None:
+        reply.set_result(_result_of(request, done.result(), host))
+    else:
+        reply.set_exception(error)
+
+
+def _result_of(
+    request: Request, completion: Completion, host: HostGeneration | None
+) -> GenerationResult:
+    """An output of the batch in the words of `generate`."""
     times, phases = completion.token_times, completion.phases
+    tokenize_s = request.ready_at - request.started_at
     return GenerationResult(
         output_text=completion.text,
         token_ids=list(completion.token_ids),
@@ -136,13 +226,15 @@ def _result_of(completion: Completion) -> GenerationResult:
         prompt_tokens=completion.prompt_tokens,
         cached_tokens=completion.cached_tokens,
         reuse=completion.reuse,
-        output_texts=[completion.text],
-        output=None,
+        output_texts=[completion.text] if host is None else host.texts,
+        output=None if host is None else host.output,
         stages_ms={
-            "wait": 1e3 * phases.queue,
+            "tokenize": 1e3 * tokenize_s,
+            "wait": 1e3 * (phases.queue - tokenize_s),
             "lookup": 1e3 * phases.lookup,
             "load": 1e3 * phases.load,
             "forward": 1e3 * phases.prefill,
             "decode": 1e3 * phases.decode,
         },
+        document_order=request.document_order,
     )

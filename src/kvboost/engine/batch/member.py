@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvboost.build import Parts
 from kvboost.core import Chunk, ChunkKeys, FinishReason, Sampling, Span
@@ -13,8 +13,9 @@ from kvboost.engine.batch.live import Owner
 from kvboost.engine.batch.text import TextReader
 from kvboost.engine.batch.ticket import Ticket
 from kvboost.engine.prefill import Prefilled, Terms
+from kvboost.engine.report import report
 from kvboost.engine.request import Request
-from kvboost.engine.results import Delta, TokenLogprob, finish_reason
+from kvboost.engine.results import Completion, Delta, Phases, TokenLogprob, finish_reason
 from kvboost.models.packed import Segment
 from kvboost.models.rows import Rows
 from kvboost.models.sampling import Choice, Chooser
@@ -27,6 +28,17 @@ Listener = Callable[[Delta], None]
 NEW_ROWS = 128  # of output for which room is reserved at a time
 
 
+class Guest(Protocol):
+    """Computes an output by forwards of its own, between the steps of the batch."""
+
+    def steps(self, member: Member) -> Generator[None, None, None]:
+        """Compute the rest of the prompt and the output; each step is a forward, or a few.
+
+        The first one ends with the first token. The last one sets the member's `finish_reason`, and
+        `output` and `text` if there are any.
+        """
+
+
 @dataclass(eq=False)
 class Member:
     """State of a request; all of it belongs to the engine's thread but for the ticket."""
@@ -37,7 +49,7 @@ class Member:
     tokenizer: PreTrainedTokenizerBase
     end_tokens: frozenset[int]
     give_back_place: Callable[[], None]  # in the batch or its queue
-    ticket: Ticket = field(default_factory=Ticket)
+    guest: Guest | None = None
     listener: Listener | None = None
     deadline_at: float | None = None  # by `time.perf_counter`
     names: tuple[list[Chunk], list[ChunkKeys]] | None = None
@@ -53,7 +65,9 @@ class Member:
     prefilled: Prefilled | None = None  # None before it joins, and while it is preempted
     pending: list[int] = field(default_factory=list)  # positions of the context, in order
     is_decoding: bool = False
-    was_beside: bool = False  # others, while its prompt was computed
+    num_left: int = 0  # tokens of the prompt that its guest computes
+    steps: Generator[None, None, None] | None = None  # of its guest, once these begin
+    is_timed: bool = True  # whether its prefill has the model for itself
     output: list[int] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -61,6 +75,7 @@ class Member:
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
+        self.ticket = Ticket(self.request.cancelled)
         self.context = self.request.tokens
         self.chooser = Chooser(self.sampling, self.request.tokens)
         self._reader = TextReader(self.tokenizer, self.sampling.stop)
@@ -72,14 +87,25 @@ class Member:
 
     @property
     def num_reserved(self) -> int:
-        """Tokens that it has room for: more only when its output has come so far."""
+        """Tokens that it has room for: more only when its output has come so far.
+
+        A guest has room for all.
+        """
+        if self.guest is not None:
+            return self.num_tokens
         num_new = (len(self.output) // NEW_ROWS + 1) * NEW_ROWS
         return len(self.request.tokens) + min(num_new, self.sampling.max_new_tokens)
 
     @property
     def has_grown(self) -> bool:
         """Whether its last token made it reserve more."""
-        return self.is_decoding and len(self.output) % NEW_ROWS == 0
+        is_growing = self.is_decoding and self.guest is None
+        return is_growing and len(self.output) % NEW_ROWS == 0
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether the batch computes some of its prompt."""
+        return len(self.pending) > self.num_left
 
     @property
     def rows(self) -> Rows:
@@ -92,9 +118,11 @@ class Member:
         """Tokens from the first on whose K/V is there."""
         return self.pending[0] if self.pending else self.rows.length
 
-    def start(self, prefilled: Prefilled) -> None:
-        """Join the batch."""
+    def start(self, prefilled: Prefilled, *, is_whole: bool) -> None:
+        """Join the batch; `is_whole`: the rest of the prompt must not be cut."""
         self.prefilled, self.pending = prefilled, list(prefilled.pending)
+        if self.guest is not None:
+            self.num_left = len(self.pending) if is_whole else 1
         self.first_prefill = self.first_prefill or prefilled
         self.note_ready()
 
@@ -115,20 +143,23 @@ class Member:
         if not self.pending:
             place = self.rows.length
             return Segment(self.rows, self.output[-1:], range(place, place + 1))
-        positions, self.pending = self.pending[:most], self.pending[most:]
-        places: list[int] | range = positions
-        if positions[-1] - positions[0] + 1 == len(positions):
-            places = range(positions[0], positions[-1] + 1)
-        assert self.prefilled is not None
-        spans = _within(self.prefilled.corrected, Span(positions[0], positions[-1] + 1))
+        places, spans = self.take(min(most, len(self.pending) - self.num_left))
         return Segment(self.rows, [self.context[place] for place in places], places, spans)
+
+    def take(self, most: int) -> tuple[Sequence[int], list[Span]]:
+        """The next positions of the prompt, and the moved text whose other rows these correct."""
+        positions, self.pending = self.pending[:most], self.pending[most:]
+        limits = Span(positions[0], positions[-1] + 1)
+        assert self.prefilled is not None
+        spans = _within(self.prefilled.corrected, limits)
+        is_run = len(limits) == len(positions)
+        return range(limits.start, limits.stop) if is_run else positions, spans
 
     def accept(self, choice: Choice) -> None:
         """Go on with a token, tell the caller, and see whether it was the last one."""
         token = choice.token
-        self.is_decoding = True
+        self.note_token()
         self.output.append(token)
-        self.token_times.append(time.perf_counter() - self.request.started_at)
         self.chooser.accept(token)
         grammar = self.sampling.grammar
         is_end = token in self.end_tokens and not self.sampling.ignore_eos
@@ -147,6 +178,11 @@ class Member:
         if self.listener is not None:
             self.listener(Delta(text, (token,), logprobs))
 
+    def note_token(self) -> None:
+        """Remember when a token was there."""
+        self.is_decoding = True
+        self.token_times.append(time.perf_counter() - self.request.started_at)
+
     def _reported(self, choice: Choice) -> TokenLogprob:
         top = tuple((token, self._word(token), value) for token, value in choice.top)
         return TokenLogprob(choice.token, self._word(choice.token), choice.logprob, top)
@@ -154,6 +190,31 @@ class Member:
     def _word(self, token: int) -> str:
         word: str = self.tokenizer.decode([token])
         return word
+
+
+def completion_of(member: Member) -> Completion:
+    """What the caller gets of a request that is done."""
+    request, prefilled = member.request, member.first_prefill
+    assert prefilled is not None and member.finish_reason is not None
+    first_at, last_at = (request.started_at + member.token_times[i] for i in (0, -1))
+    lookup_s, load_s = prefilled.lookup_ms / 1e3, prefilled.load_ms / 1e3
+    return Completion(
+        text=member.text,
+        token_ids=tuple(member.output),
+        finish_reason=member.finish_reason,
+        prompt_tokens=len(request.tokens),
+        cached_tokens=prefilled.num_cached,
+        reuse=report(prefilled, len(request.tokens), member.parts, member.note, first_at),
+        phases=Phases(
+            queue=member.joined_at - request.started_at,
+            lookup=lookup_s,
+            load=load_s,
+            prefill=first_at - member.joined_at - lookup_s - load_s,
+            decode=last_at - first_at,
+        ),
+        logprobs=tuple(member.logprobs),
+        token_times=tuple(member.token_times),
+    )
 
 
 def _within(spans: Iterable[Span], limits: Span) -> list[Span]:

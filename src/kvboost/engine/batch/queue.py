@@ -1,12 +1,17 @@
-"""Waiting requests: tenants take turns, each in the order of its calls; and places for them."""
+"""Tenants take turns: in the queue, each in the order of its calls; in places; in steps."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvboost.engine.batch.member import Member
+
+MOST_SKIPPED = 8  # steps that a tenant sits out in a row
+NEWCOMER_STEPS = 2  # that a tenant is behind the others when it comes
+RECENT_S = 60.0  # in which a tenant is expected to come back
 
 
 class FairQueue:
@@ -63,6 +68,60 @@ class FairQueue:
             self._served[tenant] = min((self._served[t] for t in self._waiting), default=0)
             self._waiting[tenant] = deque()
         return self._waiting[tenant]
+
+
+class StepTime:
+    """Time of steps, by tenant: one that has used more than others sits steps out.
+
+    So a tenant is slowed down by the number of tenants, whatever the others ask for. One that has
+    not used much lately comes two steps behind the others, so that a short request is done at once.
+    """
+
+    def __init__(self) -> None:
+        self._used_s: dict[str, float] = {}  # of recent tenants
+        self._seen_at: dict[str, float] = {}
+        self._present: set[str] = set()
+        self._skipped: Counter[str] = Counter()  # steps, in a row
+        self._step_s = 0.0  # time of the last step
+
+    def in_turn(self, members: Sequence[Member]) -> Sequence[Member]:
+        """The running requests that the next step may compute."""
+        tenants = {each.request.tenant for each in members}
+        self._note(tenants)
+        most_s = min(map(self._used_s.__getitem__, tenants), default=0.0) + self._step_s / 2
+        ahead = [each for each in tenants if self._used_s[each] > most_s]
+        waits = {each for each in ahead if self._skipped[each] < MOST_SKIPPED}
+        self._skipped = Counter({each: self._skipped[each] + 1 for each in waits})
+        return [each for each in members if each.request.tenant not in waits]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several tenants had running requests before the last step."""
+        return len(self._present) > 1
+
+    @property
+    def may_be_shared(self) -> bool:
+        """Whether several tenants had running requests lately."""
+        return len(self._seen_at) > 1
+
+    def charge(self, seconds: float, computed: Sequence[tuple[str, Sequence[int]]]) -> None:
+        """Divide the time of a step among its tenants by the tokens that it computed for them."""
+        self._step_s = seconds
+        num_tokens = sum(len(tokens) for _, tokens in computed)
+        for tenant, tokens in computed:
+            self._used_s[tenant] += seconds * len(tokens) / num_tokens
+
+    def _note(self, tenants: set[str]) -> None:
+        now = time.monotonic()
+        self._seen_at |= dict.fromkeys(tenants, now)
+        self._seen_at = {each: at for each, at in self._seen_at.items() if at > now - RECENT_S}
+        level_s = max((self._used_s[each] for each in self._present), default=0.0)
+        start_s = level_s - NEWCOMER_STEPS * self._step_s
+        used_s = {each: self._used_s.get(each, start_s) for each in self._seen_at}
+        # Who used the engine alone owes nobody; who was away has no claim for that time.
+        came = {each: min(max(used_s[each], start_s), level_s) for each in tenants - self._present}
+        self._used_s = used_s | came
+        self._present = tenants
 
 
 class Places:

@@ -11,8 +11,8 @@ from kvboost.engine.results import Completion
 class Ticket:
     """A waiting or running request. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._cancelled = threading.Event()
+    def __init__(self, cancelled: threading.Event) -> None:
+        self._cancelled = cancelled
         self.future: Future[Completion] = _Answer(self._cancelled)
 
     @property

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 from kvboost.codecs.frame import MAX_HEAD_BYTES, FrameError, Head, read
 from kvboost.core import FrameKey
 from kvboost.errors import ConfigError, TierUnavailable
-from kvboost.tiers.disk.log import Drop, Epoch, Free, Place, Put, replay
+from kvboost.tiers.disk.log import (
+    Drop,
+    Epoch,
+    Free,
+    Place,
+    Put,
+    close_file,
+    closed_on_error,
+    open_own,
+    replay,
+)
 
 try:
     import fcntl
@@ -19,6 +31,7 @@ except ImportError:  # Windows
 
 
 LOCK_NAME = "kvboost.lock"
+_locks: set[int] = set()  # files that this process has locked
 SEGMENTS = "segment-v1-[0-9][0-9][0-9][0-9][0-9].kv"
 
 
@@ -37,7 +50,7 @@ def heads(folder: Path) -> Iterator[Head]:
                 places = {key: place for key, place in places.items() if place.segment != number}
     for key, place in places.items():
         with suppress(FrameError, FileNotFoundError):
-            with segment_path(folder, place.segment).open("rb") as file:
+            with FileIO(segment_path(folder, place.segment), opener=open_own) as file:
                 file.seek(place.offset)
                 head = read(memoryview(file.read(min(MAX_HEAD_BYTES, place.num_bytes))))
             if head.entry.key == key:
@@ -52,9 +65,11 @@ def clear(folder: Path) -> None:
     """
     with unavailable_on_error():
         lock_file = take_lock(folder)
-        for path in [*folder.glob(SEGMENTS), *folder.glob("index-v1.*")]:
-            path.unlink()
-        os.close(lock_file)
+        try:
+            for path in [*folder.glob(SEGMENTS), *folder.glob("index-v1.*")]:
+                path.unlink()
+        finally:
+            release_lock(lock_file)
 
 
 def log_path(folder: Path) -> Path:
@@ -67,23 +82,58 @@ def segment_path(folder: Path, number: int) -> Path:
     return folder / f"segment-v1-{number:05}.kv"
 
 
+def make_folder(folder: Path) -> None:
+    """Create a folder for this user alone, or check that it is safe.
+
+    Raises:
+        OSError: others own it or may write to it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if hasattr(os, "geteuid") and found.st_uid not in (os.geteuid(), 0):
+        reason = f"belongs to another user ({found.st_uid})"
+    elif found.st_mode & stat.S_IWOTH:
+        reason = "is writable by every user"
+    else:
+        return
+    raise PermissionError(f"{folder} {reason}: name a folder inside it, which is then created")
+
+
 def take_lock(folder: Path) -> int:
     """Keep other processes out for as long as the file is open."""
     if fcntl is None:
         raise ConfigError(f"{folder}: the disk tier requires Unix file locks")
-    file = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        owner = os.pread(file, 32, 0).decode(errors="replace")
-        os.close(file)
-        raise TierUnavailable(
-            f"{folder} is in use by process {owner or '?'}; to share a cache, use cache_url"
-        ) from None
-    with suppress(OSError):  # a full disk has no room for the name of the owner
-        os.ftruncate(file, 0)
-        os.pwrite(file, str(os.getpid()).encode(), 0)
+    file = open_own(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT)
+    with closed_on_error(file):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(file, 32, 0).decode(errors="replace")
+            raise TierUnavailable(
+                f"{folder} is in use by process {owner or '?'}; to share a cache, use cache_url"
+            ) from None
+        with suppress(OSError):  # a full disk has no room for the name of the owner
+            os.ftruncate(file, 0)
+            os.pwrite(file, str(os.getpid()).encode(), 0)
+    _locks.add(file)
     return file
+
+
+def release_lock(file: int) -> None:
+    """Let others in, unless this process was forked since and has let go already."""
+    if file in _locks:
+        _locks.discard(file)
+        close_file(file)
+
+
+def _let_go() -> None:
+    """In a child process: or the lock would be held for as long as the child lives."""
+    while _locks:
+        close_file(_locks.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
 
 
 @contextmanager

@@ -5,11 +5,14 @@ Later records win. One that is torn or damaged is skipped, and every other one s
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import TypeAlias
 
@@ -69,8 +72,9 @@ class IndexLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self.num_records = os.fstat(self._file).st_size // _RECORD_BYTES
+        self._file = open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        with closed_on_error(self._file):
+            self.num_records = os.fstat(self._file).st_size // _RECORD_BYTES
 
     def append(self, changes: Iterable[Change]) -> None:
         """Write changes; they outlive this process when this returns."""
@@ -86,14 +90,11 @@ class IndexLog:
         with suppress(FileNotFoundError):
             fresh.unlink()
         log = IndexLog(fresh)
-        try:
+        with closed_on_error(log._file):
             log.append(Epoch(key, number) for key, number in epochs.items())
             log.append(Put(key, place) for key, place in places.items())
             os.fsync(log._file)
             fresh.replace(self._path)
-        except OSError:
-            log.close()
-            raise
         self.close()
         self._file, self.num_records = log._file, log.num_records
 
@@ -108,13 +109,53 @@ class IndexLog:
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._file)
+        close_file(self._file)
+
+
+def close_file(file: int) -> None:
+    """Close a file. An error is of no use: the descriptor is gone, whatever the system says."""
+    with suppress(OSError):
+        os.close(file)
+
+
+@contextmanager
+def closed_on_error(file: int) -> Iterator[None]:
+    """Close a file if the block fails."""
+    try:
+        yield
+    except BaseException:
+        close_file(file)
+        raise
+
+
+def open_own(path: Path | str, flags: int) -> int:
+    """Open a file of ours, for us alone if it is new.
+
+    Raises:
+        PermissionError: it is a link, no plain file, or another user's.
+    """
+    safe = flags & ~os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        file = os.open(path, safe, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise PermissionError(f"{path} is a link or no plain file") from None
+        raise
+    with closed_on_error(file):
+        found, user = os.fstat(file), os.geteuid()
+        is_own = found.st_uid == user or (user == 0 and not flags & (os.O_WRONLY | os.O_RDWR))
+        if not (is_own and stat.S_ISREG(found.st_mode) and found.st_nlink == 1):
+            raise PermissionError(f"{path} is no plain file of this user")
+        if flags & os.O_TRUNC:
+            os.ftruncate(file, 0)
+    return file
 
 
 def replay(path: Path) -> Iterator[Change | None]:
     """The changes of a log, None for those that cannot be read; nothing if there is no log."""
     try:
-        records = path.read_bytes()
+        with FileIO(path, opener=open_own) as file:
+            records = file.readall()
     except FileNotFoundError:
         return
     for start in range(0, len(records) - _RECORD_BYTES + 1, _RECORD_BYTES):

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvboost.codecs.frame import HEAD_BYTES, KEY_AT, MAGIC, owner_of, size_of
 from kvboost.core import FrameKey, Owner, PrefixKey, Span
 from kvboost.madvise import POPULATE_READ, libc, madvise
+from kvboost.tiers.disk.log import open_own
 
 BLOCK_BYTES = mmap.ALLOCATIONGRANULARITY  # frames start where they can be mapped
 MOST_OPEN = 64  # files of one folder
@@ -35,7 +36,7 @@ class OpenFiles:
         self._files: OrderedDict[Path, FileIO] = OrderedDict()
 
     def __getitem__(self, path: Path) -> FileIO:
-        file = self._files.pop(path, None) or FileIO(path, "r+")
+        file = self._files.pop(path, None) or FileIO(path, "r+", opener=open_own)
         self._files[path] = file
         if len(self._files) > MOST_OPEN:
             self.close(next(iter(self._files)))
@@ -62,7 +63,7 @@ class Segment:
 
     def make(self) -> None:
         """Create the file, which has all its room from the start where the system can do that."""
-        with FileIO(self.path, "w+", opener=_for_owner) as file:
+        with FileIO(self.path, "w+", opener=open_own) as file:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, self.size_bytes)
             else:
@@ -121,7 +122,7 @@ class Segment:
         return found
 
     def _pieces(self) -> Iterator[tuple[int, bytes]]:
-        with FileIO(self.path) as file:  # not ours, which others use and close
+        with FileIO(self.path, opener=open_own) as file:  # not ours, which others use and close
             for start in range(0, self.size_bytes, SCAN_BYTES):
                 yield start, os.pread(file.fileno(), SCAN_BYTES, start)
 
@@ -131,10 +132,6 @@ class Segment:
             for offset in range(span.start, span.stop, SLICE_BYTES):
                 self.write(offset, memoryview(bytes(min(SLICE_BYTES, span.stop - offset))))
         os.fsync(self.files[self.path].fileno())
-
-
-def _for_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _map(file: int, num_bytes: int) -> npt.NDArray[np.uint8]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,6 +16,8 @@ from kvboost.tiers.base import OwnTier, TierStats
 from kvboost.tiers.disk.folder import (
     SEGMENTS,
     log_path,
+    make_folder,
+    release_lock,
     segment_path,
     take_lock,
     unavailable_on_error,
@@ -79,10 +80,10 @@ class DiskTier(OwnTier):
         self._epochs: dict[FrameKey, int] = {}
         self._is_log_stuck = False  # it could not be shortened
         with unavailable_on_error():
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(folder)
             self._lock_file = take_lock(folder)
             with ExitStack() as undo:
-                undo.callback(os.close, self._lock_file)
+                undo.callback(release_lock, self._lock_file)
                 self._log = IndexLog(log_path(folder))
                 undo.callback(self._close_files)
                 self._open_segments()
@@ -124,10 +125,7 @@ class DiskTier(OwnTier):
     def discard(self, keys: Iterable[FrameKey]) -> None:
         """Forget keys; their room is used again when their segment is emptied."""
         with self._lock, unavailable_on_error():
-            held = [key for key in keys if key in self._places]
-            for key in held:
-                self._forget(key)
-            self._log.append(map(Drop, held))
+            self._drop([key for key in keys if key in self._places])
 
     def erase(self, keys: Collection[FrameKey], owners: Collection[Owner]) -> None:
         """Forget frames and overwrite their bytes, also those of copies that were dropped before.
@@ -146,10 +144,7 @@ class DiskTier(OwnTier):
                 if found and segment.is_read:
                     num_in_use += 1
                     continue
-                held = [key for key in found.values() if key in segment.keys]
-                for key in held:
-                    self._forget(key)
-                self._log.append(map(Drop, held))
+                self._drop([key for key in found.values() if key in segment.keys])
                 segment.wipe(found)
         with unavailable_on_error():
             self._log.sync()
@@ -212,7 +207,7 @@ class DiskTier(OwnTier):
         """Close all files and let others open the folder."""
         with self._lock:
             self._close_files()
-            os.close(self._lock_file)
+            release_lock(self._lock_file)
 
     def _came(self, num_bytes: int) -> None:
         self.bytes_read += num_bytes
@@ -266,6 +261,12 @@ class DiskTier(OwnTier):
         segment.keys[key] = None
         segment.end = max(segment.end, in_blocks(place.offset + place.num_bytes))
         segment.live_bytes += in_blocks(place.num_bytes)
+
+    def _drop(self, keys: Sequence[FrameKey]) -> None:
+        """Forget keys, in the log first: or the next process finds other bytes in their place."""
+        self._log.append(map(Drop, keys))
+        for key in keys:
+            self._forget(key)
 
     def _forget(self, key: FrameKey) -> None:
         self._used.discard(key)

@@ -1,0 +1,70 @@
+"""Can one client tell by time what another one asked?"""
+
+from __future__ import annotations
+
+from statistics import median
+
+from kvboost.probe.client import BudgetSpent, Reply, RequestFailed, Server
+from kvboost.probe.findings import Finding
+from kvboost.probe.statistics import separation
+from kvboost.probe.texts import Texts
+
+CLEAR = 0.001  # by chance
+MAX_TOKENS = 2
+LEAST_TRIALS = 7  # below that even a perfect separation may be chance
+CHANCE_AUC = 0.5
+GAP = 0.3  # of a prompt's tokens, by usage
+
+
+def check(
+    victim: Server, other: Server, texts: Texts, *, num_words: int, num_trials: int, how: str
+) -> Finding:
+    """Have `victim` ask a prompt; time it for `other`, beside one that nobody asked.
+
+    `how` says what separates the two; red if they share what it should keep apart.
+    """
+    asked: list[Reply] = []
+    unasked: list[Reply] = []
+    is_promised = how != "cache_salt"
+    try:
+        for number in range(num_trials):
+            seen, fresh = texts.document(num_words), texts.document(num_words)
+            victim.ask(seen.prompt, MAX_TOKENS)
+            turns = [(seen, asked), (fresh, unasked)]
+            for document, replies in turns if number % 2 else reversed(turns):
+                replies.append(other.ask(document.prompt, MAX_TOKENS))
+    except BudgetSpent:
+        pass
+    except RequestFailed as error:
+        if not unasked:
+            said = f"Requests with {how} are refused, so this could not be checked: {error}"
+            return Finding("separate", how, "grey", said)
+    num_trials = min(len(asked), len(unasked))
+    if num_trials < LEAST_TRIALS:
+        said = f"{num_trials} trials with {how} are too few to tell."
+        return Finding("separate", how, "grey", said)
+    told = separation([r.ttft_s for r in asked], [r.ttft_s for r in unasked])
+    gap = _counted(asked) - _counted(unasked)
+    figures = {
+        "auc": round(told.auc, 3), "low": round(told.low, 3), "high": round(told.high, 3),
+        "p": told.p, "counted_gap": round(gap, 3), "trials": num_trials,
+    }  # fmt: skip
+    spread = f"{told.low:.2f} to {told.high:.2f}, {num_trials} trials"
+    by_time = f"AUC {told.auc:.2f} ({spread}; 0.5 is chance)"
+    if told.p >= CLEAR and gap < GAP and told.low > CHANCE_AUC:
+        said = f"With {how}, times may tell what another client asked: {by_time}. Run again."
+        return Finding("separate", how, "grey", said, figures)
+    if told.p >= CLEAR and gap < GAP:
+        said = f"With {how}, times do not tell what another client asked: {by_time}."
+        return Finding("separate", how, "green", said, figures)
+    how_told = "Times tell" if told.p < CLEAR else "Usage tells"
+    said = f"{how_told} what another client asked, although {how} differs: {by_time}."
+    if is_promised:
+        return Finding("separate", how, "red", said, figures)
+    said += " This server ignores cache_salt: do not rely on it."
+    return Finding("separate", how, "yellow", said, figures)
+
+
+def _counted(replies: list[Reply]) -> float:
+    """Share of prompts that usage counts as cached; 0 where it does not count."""
+    return median((reply.cached_tokens or 0) / (reply.prompt_tokens or 1) for reply in replies)

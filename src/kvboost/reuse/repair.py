@@ -1,0 +1,178 @@
+"""Strategies that choose which moved tokens are computed again: positions, not a way to run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from kvboost.core import ReusePlan, Span
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Scores = npt.NDArray[np.float32]
+    """A number for each position of the prompt: the higher, the more it wants repair."""
+
+# Of the tokens that a run may spend. Heads are the first part, as far as they are asked for; what
+# is left goes to evenly spaced tokens and to those near the question's words.
+HEAD_PART, EVEN_PART = 1 / 3, 0.6
+NEAR_TOKENS = 8.0  # distance at which a word of the question counts a third
+REACH = 24
+LONGEST_QUESTION = 256  # tokens: of a longer live end the last ones are taken for the question
+
+
+class Evidence(Protocol):
+    """Measurements of moved K/V that a strategy may ask for."""
+
+    tokens: Sequence[int]  # of the prompt
+
+    def deviation(self) -> Scores:
+        """Distance of the first layers' K/V from a full prefill. Costly."""
+
+    def attention(self) -> Scores:
+        """Attention from the end of the prompt to each position, in a few middle layers. Costly."""
+
+    def sensitivity(self) -> Scores:
+        """How much each token's K/V depends on its context, measured by `warm`; 0: unknown."""
+
+
+class Repair(ABC):
+    """Chooses which moved tokens the sparse prefill computes again."""
+
+    @abstractmethod
+    def select(self, plan: ReusePlan, evidence: Evidence) -> list[int]:
+        """Positions to compute again, sorted and inside moved spans."""
+
+    def expected_rows(self, plan: ReusePlan) -> int:
+        """Estimate of how many positions `select` chooses, without evidence."""
+        return 0
+
+    def corrected(self, plan: ReusePlan) -> list[Span]:
+        """Spans whose other tokens are adjusted by the change of the computed ones."""
+        return []
+
+
+class NoRepair(Repair):
+    """Keeps what was placed: the baseline that every strategy is measured against."""
+
+    def select(self, plan: ReusePlan, evidence: Evidence) -> list[int]:
+        """Nothing."""
+        return []
+
+
+class SelectiveRepair(Repair):
+    """Computes the heads of runs, which saw the beginning of another text, and tails if asked."""
+
+    def __init__(self, head_tokens: int, tail_tokens: int = 0) -> None:
+        self._head_tokens, self._tail_tokens = head_tokens, tail_tokens
+
+    def expected_rows(self, plan: ReusePlan) -> int:
+        """Head and tail of each run, as long as it is."""
+        each = self._head_tokens + self._tail_tokens
+        return sum(min(len(run), each) for run in plan.moved)
+
+    def select(self, plan: ReusePlan, evidence: Evidence) -> list[int]:
+        """The first and last tokens of each run."""
+        chosen: set[int] = set()
+        for run in plan.moved:
+            chosen |= set(range(run.start, min(run.start + self._head_tokens, run.stop)))
+            chosen |= set(range(max(run.stop - self._tail_tokens, run.start), run.stop))
+        return sorted(chosen)
+
+
+class ScoredRepair(Repair):
+    """Computes the tokens that score highest.
+
+    By deviation this is CacheBlend, by attention what newer methods do (the tokens that the
+    question looks at), by sensitivity a ranking made when the text was stored.
+    """
+
+    def __init__(self, ratio: float, score: Callable[[Evidence], Scores]) -> None:
+        self._ratio, self._score = ratio, score
+
+    def expected_rows(self, plan: ReusePlan) -> int:
+        """The ratio of what is moved."""
+        return round(self._ratio * sum(len(run) for run in plan.moved))
+
+    def select(self, plan: ReusePlan, evidence: Evidence) -> list[int]:
+        """The highest scores."""
+        return highest(self._score(evidence), plan, self._ratio) if plan.moved else []
+
+
+class SampledRepair(Repair):
+    """Computes the head of each run, evenly spaced tokens, and those around the question's words.
+
+    What counts for the correction of the rows between is the distance to the next computed row; the
+    answer is read from what stands near the question's words. How the other rows are corrected is
+    in `kvboost.models.spread`. Heads tell nothing about the rows after them: they stood near the
+    beginning of something else, which changed them alone.
+    """
+
+    def __init__(self, ratio: float, head_tokens: int) -> None:
+        self._ratio, self._head_tokens = ratio, head_tokens
+
+    def expected_rows(self, plan: ReusePlan) -> int:
+        """The ratio of what is moved, and at least the ends of each run."""
+        runs = plan.moved
+        ends = 2 * len(runs) if self._ratio > 0 else 0
+        return max(ends, round(self._ratio * sum(len(run) for run in runs)))
+
+    def select(self, plan: ReusePlan, evidence: Evidence) -> list[int]:
+        """All three; where the question's words say nothing, more evenly spaced ones."""
+        runs = plan.moved
+        if not runs or self._ratio == 0:
+            return []
+        if self._ratio >= 1:
+            return [position for run in runs for position in range(run.start, run.stop)]
+        num_moved = sum(len(run) for run in runs)
+        heads = [p for run in runs for p in range(run.start, self._head_stop(run))]
+        left = self._ratio - len(heads) / num_moved
+        near = near_question_words(plan, evidence.tokens)
+        near[heads] = 0.0
+        asked = highest(near, plan, left * (1 - EVEN_PART))
+        asked = [position for position in asked if near[position] > 0]
+        even = _evenly(self.corrected(plan), left - len(asked) / num_moved)
+        return sorted({*heads, *asked, *even})
+
+    def corrected(self, plan: ReusePlan) -> list[Span]:
+        """The runs without their heads."""
+        bodies = [Span(self._head_stop(run), run.stop) for run in plan.moved]
+        return [body for body in bodies if len(body) > 1]
+
+    def _head_stop(self, run: Span) -> int:
+        most = round(HEAD_PART * self._ratio * len(run))
+        return run.start + min(self._head_tokens, most)
+
+
+def near_question_words(plan: ReusePlan, tokens: Sequence[int]) -> Scores:
+    """How near each position is to tokens of the question; rare tokens count more."""
+    end = plan.live[-1]
+    question = set(tokens[max(end.start, end.stop - LONGEST_QUESTION) : end.stop])
+    counts = Counter(tokens)
+    scores = np.zeros(plan.num_tokens, np.float32)
+    for run in plan.moved:
+        hits = [1 / counts[t] if t in question else 0.0 for t in tokens[run.start : run.stop]]
+        near = np.exp(-np.abs(np.arange(-REACH, REACH + 1)) / NEAR_TOKENS)
+        scores[run.start : run.stop] = np.convolve(hits, near)[REACH : REACH + len(run)]
+    return scores
+
+
+def _evenly(runs: Sequence[Span], ratio: float) -> list[int]:
+    chosen: list[int] = []
+    for run in runs:
+        count = min(len(run), max(2, round(ratio * len(run))))
+        last = len(run) - 1
+        chosen += [run.start + round(step * last / (count - 1)) for step in range(count)]
+    return chosen
+
+
+def highest(scores: Scores, plan: ReusePlan, ratio: float) -> list[int]:
+    """The `ratio` of all moved positions with the highest scores, sorted."""
+    moved = np.array([p for run in plan.moved for p in range(run.start, run.stop)], np.int64)
+    count = round(ratio * len(moved))
+    chosen = moved[np.argsort(-scores[moved], kind="stable")[:count]]
+    return [int(position) for position in np.sort(chosen)]

@@ -1,1 +1,0 @@
-"""Strategies that choose which reused tokens are computed again."""
