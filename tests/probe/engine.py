@@ -1,7 +1,8 @@
 """A fake server: finds planted facts, has a prefix cache, and any fault that one plants.
 
 It answers by reading, so that its answers are right until a fault spoils them. Times are those of
-a model that takes a fixed time for each token that is not cached.
+a model that takes a fixed time for each token that is not cached, with some jitter. They run on a
+clock of its own that the probe reads, so that nobody waits and a busy machine changes nothing.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import json
 import random
 import re
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from unittest.mock import patch
 
 BLOCK = 16  # words
+JITTER = 0.05  # of a time
+LEAST_S = 0.003  # of a request
 FACT = re.compile(r"access code of the (\w+) office is (\d+)")
 ASKED = re.compile(r"code of the (\w+) office[?]")
 
@@ -27,7 +30,7 @@ class Engine:
     """What it does, and what is wrong with it."""
 
     fault: str = ""
-    word_s: float = 1e-4  # of prefill
+    word_s: float = 5e-4  # of prefill
     share: float = 0.1  # of hits that a fault spoils
     noise: float = 0.0  # of texts that near-ties change
     has_logprobs: bool = False
@@ -38,10 +41,16 @@ class Engine:
     cached: dict[str, set[str]] = field(default_factory=dict)
     answers: dict[str, str] = field(default_factory=dict)  # by the beginning of a prompt
     last: str = ""
+    now: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
+
+    def wait(self, seconds: float) -> None:
+        """Let so much time pass, more or less."""
+        with self.lock:
+            self.now += (LEAST_S + seconds) * self.chance.lognormvariate(0, JITTER)
 
     def restart(self) -> None:
         """As a process that comes back with what its disk holds."""
@@ -129,7 +138,7 @@ def _handler(engine: Engine) -> type[BaseHTTPRequestHandler]:
             text, num_words, num_hit, wait_s = engine.answer(
                 body, self.headers.get("Authorization", "")
             )
-            time.sleep(wait_s)
+            engine.wait(wait_s)
             usage = {
                 "prompt_tokens": num_words,
                 "prompt_tokens_details": {"cached_tokens": num_hit},
@@ -170,7 +179,8 @@ def serving(engine: Engine) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(engine))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
+        with patch("kvboost.probe.client.perf_counter", lambda: engine.now):
+            yield f"http://127.0.0.1:{server.server_port}/v1"
     finally:
         server.shutdown()
         server.server_close()

@@ -19,7 +19,6 @@ from kvboost.probe.session import LIGHT, WHOLE
 from kvboost.probe.statistics import more_p, separation, sign_p
 from kvboost.probe.texts import Texts
 from probe.engine import Engine, serving
-from probe.test_planted_faults import NO_TIME
 
 
 def probe(*arguments: str) -> int:
@@ -28,7 +27,7 @@ def probe(*arguments: str) -> int:
 
 def test_a_healthy_server_in_a_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page, figures = tmp_path / "probe.html", tmp_path / "probe.prom"
-    with serving(Engine(word_s=NO_TIME)) as url:
+    with serving(Engine()) as url:
         assert probe(url, "--light", "--html", str(page), "--metrics", str(figures)) == 0
     said = capsys.readouterr().out
     assert "fake" in said and "● green" in said and "docs/guides/probe.md" in said
@@ -40,7 +39,7 @@ def test_a_healthy_server_in_a_terminal(capsys: pytest.CaptureFixture[str], tmp_
 
 
 def test_a_damaged_cache_is_exit_code_1_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(Engine("damaged", word_s=NO_TIME)) as url:
+    with serving(Engine("damaged")) as url:
         assert probe(url, "--json") == 1
     report = json.loads(capsys.readouterr().out)
     assert report["light"] == "red" and not report["ok"]
@@ -51,7 +50,7 @@ def test_a_damaged_cache_is_exit_code_1_and_json(capsys: pytest.CaptureFixture[s
 def test_answers_across_a_restart(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     kept = tmp_path / "answers.json"
     for fault, code in (("", 0), ("stale after restart", 1)):
-        engine = Engine(fault, word_s=NO_TIME)
+        engine = Engine(fault)
         with serving(engine) as url:
             assert probe(url, "--before", str(kept)) == 0
             engine.restart()
@@ -65,7 +64,7 @@ def test_a_log_adds_what_reuse_would_save(
     log, text = tmp_path / "requests.jsonl", "A sentence that many prompts begin with. " * 60
     bodies = [{"messages": [{"role": "user", "content": f"{text}{n}"}]} for n in range(4)]
     log.write_text("\n".join(map(json.dumps, bodies)))
-    with serving(Engine(word_s=NO_TIME)) as url:
+    with serving(Engine()) as url:
         assert probe(url, "--light", "--json", "--log", str(log)) == 0
     found = json.loads(capsys.readouterr().out)["findings"][-1]
     assert found["name"] == "traffic" and found["figures"]["prefix"] > 0.5
@@ -77,7 +76,7 @@ def test_what_cannot_be_probed_is_said(capsys: pytest.CaptureFixture[str], tmp_p
     assert "with its /v1" in capsys.readouterr().err
     wrong = tmp_path / "wrong.json"
     wrong.write_text("{}")
-    with serving(Engine(word_s=NO_TIME)) as url:
+    with serving(Engine()) as url:
         assert probe(url, "--after", str(wrong)) == 1
     assert "was not written by --before" in capsys.readouterr().err
 
@@ -110,7 +109,7 @@ def test_a_redirect_to_another_host_is_not_followed() -> None:
 def test_a_budget_ends_a_probe_and_its_parts() -> None:
     whole = Budget(requests=5, tokens=1000, seconds=60)
     part = whole.part(60)
-    with serving(Engine(word_s=NO_TIME)) as url:
+    with serving(Engine()) as url:
         server = connect(url, None, "", part)
         for _ in range(5):
             server.ask("Hello", 2)
@@ -145,7 +144,7 @@ def test_statistics_are_exact() -> None:
 
 
 def test_a_key_is_neither_shown_nor_sent_broken(capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(Engine(word_s=NO_TIME)) as url:
+    with serving(Engine()) as url:
         assert run(url, key="sk-secret\n", light=True).ok
         assert probe(url, "--key", "sk-sécret") == 1
         assert probe(url.replace("//", "//me:sk-secret@")) == 1

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Any
 
 import httpx
@@ -133,7 +134,7 @@ class Server:
             return self._asked(body)
 
     def _asked(self, body: dict[str, Any]) -> Reply:
-        started, timeout_s = time.perf_counter(), min(TIMEOUT_S, max(1.0, self.budget.left_s))
+        started, timeout_s = perf_counter(), min(TIMEOUT_S, max(1.0, self.budget.left_s))
         events: list[dict[str, Any]] = []
         first_s = None
         try:
@@ -144,12 +145,12 @@ class Server:
                     raise _failure(reply.status_code, reply.read(), reply.headers)
                 for event in _events(reply) if body["stream"] else [json.loads(reply.read())]:
                     events.append(event)
-                    since_s = time.perf_counter() - started
+                    since_s = perf_counter() - started
                     if first_s is None and _text(event):
                         first_s = since_s
                     if since_s > timeout_s or len(events) > MOST_EVENTS * body[self.limit_name]:
                         raise httpx.ReadTimeout(f"the stream did not end in {since_s:.0f} s")
-            return _reply(events, time.perf_counter() - started, first_s)
+            return _reply(events, perf_counter() - started, first_s)
         except httpx.TimeoutException as error:
             if timeout_s < TIMEOUT_S:  # our time is over, which is not the server's fault
                 raise BudgetSpent from error

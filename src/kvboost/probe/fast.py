@@ -214,13 +214,13 @@ class Fast:
             said = f"Usage is wrong: it counts {new:.0%} of a new prompt as cached, {again:.0%} of "
             return Finding("fast", "usage", "red", f"{said}a repeated one.", figures)
         ratios = [pair.again.ttft_s / pair.new.ttft_s for pair in pairs]
-        if self.shows and again > MOSTLY and min(ratios) > FAST and self.ratio < SLOW:
+        if self.shows and again > MOSTLY and min(ratios) > FAST and self.ratio < MUCH_SLOWER:
             said = f"U{told[1:]}, but by time nothing is: the count or the cache is wrong."
             return Finding("fast", "usage", "red", said, figures)
         if self.shows and again < LITTLE and max(ratios) < MOSTLY:
             said = f"By time a repeated prompt is a hit, but {told}: the count is wrong."
             return Finding("fast", "usage", "red", said, figures)
-        how = "as times say" if self.shows and self.ratio < SLOW else "times cannot tell"
+        how = "as times say" if self.shows and self.ratio < MUCH_SLOWER else "times cannot tell"
         return Finding("fast", "usage", "green", f"U{told[1:]}; {how}.", figures)
 
     def _grows_with_prompts(self) -> bool:

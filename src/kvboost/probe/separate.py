@@ -6,13 +6,13 @@ from statistics import median
 
 from kvboost.probe.client import BudgetSpent, Reply, RequestFailed, Server
 from kvboost.probe.findings import Finding
-from kvboost.probe.statistics import separation
+from kvboost.probe.statistics import Separation, separation
 from kvboost.probe.texts import Texts
 
-CLEAR = 0.001  # by chance
+CLEAR, DOUBTFUL = 0.001, 0.01  # by chance
+MOST_ROUNDS = 3  # while it stays doubtful
 MAX_TOKENS = 2
 LEAST_TRIALS = 7  # below that even a perfect separation may be chance
-CHANCE_AUC = 0.5
 GAP = 0.3  # of a prompt's tokens, by usage
 
 
@@ -26,24 +26,23 @@ def check(
     asked: list[Reply] = []
     unasked: list[Reply] = []
     is_promised = how != "cache_salt"
-    try:
-        for number in range(num_trials):
-            seen, fresh = texts.document(num_words), texts.document(num_words)
-            victim.ask(seen.prompt, MAX_TOKENS)
-            turns = [(seen, asked), (fresh, unasked)]
-            for document, replies in turns if number % 2 else reversed(turns):
-                replies.append(other.ask(document.prompt, MAX_TOKENS))
-    except BudgetSpent:
-        pass
-    except RequestFailed as error:
-        if not unasked:
-            said = f"Requests with {how} are refused, so this could not be checked: {error}"
-            return Finding("separate", how, "grey", said)
+    for _ in range(MOST_ROUNDS):
+        try:
+            _ask_both(victim, other, texts, num_words, num_trials, asked, unasked)
+        except BudgetSpent:
+            break
+        except RequestFailed as error:
+            if not unasked:
+                said = f"Requests with {how} are refused, so this could not be checked: {error}"
+                return Finding("separate", how, "grey", said)
+            break
+        if not CLEAR <= _told(asked, unasked).p < DOUBTFUL:
+            break
     num_trials = min(len(asked), len(unasked))
     if num_trials < LEAST_TRIALS:
         said = f"{num_trials} trials with {how} are too few to tell."
         return Finding("separate", how, "grey", said)
-    told = separation([r.ttft_s for r in asked], [r.ttft_s for r in unasked])
+    told = _told(asked, unasked)
     gap = _counted(asked) - _counted(unasked)
     figures = {
         "auc": round(told.auc, 3), "low": round(told.low, 3), "high": round(told.high, 3),
@@ -51,7 +50,7 @@ def check(
     }  # fmt: skip
     spread = f"{told.low:.2f} to {told.high:.2f}, {num_trials} trials"
     by_time = f"AUC {told.auc:.2f} ({spread}; 0.5 is chance)"
-    if told.p >= CLEAR and gap < GAP and told.low > CHANCE_AUC:
+    if CLEAR <= told.p < DOUBTFUL and gap < GAP:
         said = f"With {how}, times may tell what another client asked: {by_time}. Run again."
         return Finding("separate", how, "grey", said, figures)
     if told.p >= CLEAR and gap < GAP:
@@ -63,6 +62,27 @@ def check(
         return Finding("separate", how, "red", said, figures)
     said += " This server ignores cache_salt: do not rely on it."
     return Finding("separate", how, "yellow", said, figures)
+
+
+def _ask_both(
+    victim: Server,
+    other: Server,
+    texts: Texts,
+    num_words: int,
+    num_trials: int,
+    asked: list[Reply],
+    unasked: list[Reply],
+) -> None:
+    for number in range(num_trials):
+        seen, fresh = texts.document(num_words), texts.document(num_words)
+        victim.ask(seen.prompt, MAX_TOKENS)
+        turns = [(seen, asked), (fresh, unasked)]
+        for document, replies in turns if number % 2 else reversed(turns):
+            replies.append(other.ask(document.prompt, MAX_TOKENS))
+
+
+def _told(asked: list[Reply], unasked: list[Reply]) -> Separation:
+    return separation([r.ttft_s for r in asked], [r.ttft_s for r in unasked])
 
 
 def _counted(replies: list[Reply]) -> float:
