@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import count
 from statistics import median
 
 from kvboost.probe.client import BudgetSpent, Reply, RequestFailed, Server
@@ -23,32 +25,31 @@ def check(
 
     `how` says what separates the two; red if they share what it should keep apart.
     """
-    asked: list[Reply] = []
-    unasked: list[Reply] = []
+    trials: list[tuple[Reply, Reply]] = []
     is_promised = how != "cache_salt"
-    for _ in range(MOST_ROUNDS):
-        try:
-            _ask_both(victim, other, texts, num_words, num_trials, asked, unasked)
-        except BudgetSpent:
-            break
-        except RequestFailed as error:
-            if not unasked:
-                said = f"Requests with {how} are refused, so this could not be checked: {error}"
-                return Finding("separate", how, "grey", said)
-            break
-        if not CLEAR <= _told(asked, unasked).p < DOUBTFUL:
-            break
-    num_trials = min(len(asked), len(unasked))
-    if num_trials < LEAST_TRIALS:
-        said = f"{num_trials} trials with {how} are too few to tell."
+    try:
+        for trial in _trials(victim, other, texts, num_words):
+            trials.append(trial)
+            is_doubtful = CLEAR <= _told(trials).p < DOUBTFUL
+            if len(trials) >= num_trials * (MOST_ROUNDS if is_doubtful else 1):
+                break
+    except BudgetSpent:
+        pass
+    except RequestFailed as error:
+        if not trials:
+            said = f"Requests with {how} are refused, so this could not be checked: {error}"
+            return Finding("separate", how, "grey", said)
+    if len(trials) < LEAST_TRIALS:
+        said = f"{len(trials)} trials with {how} are too few to tell."
         return Finding("separate", how, "grey", said)
-    told = _told(asked, unasked)
+    told = _told(trials)
+    asked, unasked = zip(*trials, strict=True)
     gap = _counted(asked) - _counted(unasked)
     figures = {
         "auc": round(told.auc, 3), "low": round(told.low, 3), "high": round(told.high, 3),
-        "p": told.p, "counted_gap": round(gap, 3), "trials": num_trials,
+        "p": told.p, "counted_gap": round(gap, 3), "trials": len(trials),
     }  # fmt: skip
-    spread = f"{told.low:.2f} to {told.high:.2f}, {num_trials} trials"
+    spread = f"{told.low:.2f} to {told.high:.2f}, {len(trials)} trials"
     by_time = f"AUC {told.auc:.2f} ({spread}; 0.5 is chance)"
     if CLEAR <= told.p < DOUBTFUL and gap < GAP:
         said = f"With {how}, times may tell what another client asked: {by_time}. Run again."
@@ -64,27 +65,23 @@ def check(
     return Finding("separate", how, "yellow", said, figures)
 
 
-def _ask_both(
-    victim: Server,
-    other: Server,
-    texts: Texts,
-    num_words: int,
-    num_trials: int,
-    asked: list[Reply],
-    unasked: list[Reply],
-) -> None:
-    for number in range(num_trials):
-        seen, fresh = texts.document(num_words), texts.document(num_words)
-        victim.ask(seen.prompt, MAX_TOKENS)
-        turns = [(seen, asked), (fresh, unasked)]
-        for document, replies in turns if number % 2 else reversed(turns):
-            replies.append(other.ask(document.prompt, MAX_TOKENS))
+def _trials(
+    victim: Server, other: Server, texts: Texts, num_words: int
+) -> Iterator[tuple[Reply, Reply]]:
+    """What `other` is answered to a prompt that `victim` asked, and to a new one."""
+    for number in count():
+        seen, fresh = (texts.document(num_words).prompt for _ in range(2))
+        victim.ask(seen, MAX_TOKENS)
+        turns = (seen, fresh) if number % 2 else (fresh, seen)
+        replies = {prompt: other.ask(prompt, MAX_TOKENS) for prompt in turns}
+        yield replies[seen], replies[fresh]
 
 
-def _told(asked: list[Reply], unasked: list[Reply]) -> Separation:
+def _told(trials: Sequence[tuple[Reply, Reply]]) -> Separation:
+    asked, unasked = zip(*trials, strict=True)
     return separation([r.ttft_s for r in asked], [r.ttft_s for r in unasked])
 
 
-def _counted(replies: list[Reply]) -> float:
+def _counted(replies: Sequence[Reply]) -> float:
     """Share of prompts that usage counts as cached; 0 where it does not count."""
     return median((reply.cached_tokens or 0) / (reply.prompt_tokens or 1) for reply in replies)
