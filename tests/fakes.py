@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +53,9 @@ class FakeSlots:
 
     def read(self, span: Span) -> list[torch.Tensor]:
         return [rows[:, :, span.start : span.stop] for rows in self.rows]
+
+    def turn(self, span: Span, change: Callable[[list[torch.Tensor]], None]) -> None:
+        change(self.read(span))
 
 
 class FakeModel:

@@ -21,13 +21,13 @@ PARTS = {
     "integrations": "integrations",
 }
 MAX_LINES = {
-    "library": 11_080,
+    "library": 11_520,
     "application": 6_000,
     "weights": 800,
-    "connectors": 1_715,
+    "connectors": 1_730,
     "bench": 5_350,
     "fleet": 1_800,
-    "probe": 1_100,
+    "probe": 1_110,
     "integrations": 150,
 }
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
 
 from kvboost.codecs.base import Codec
 from kvboost.codecs.frame import MAX_HEAD_BYTES
@@ -22,13 +25,15 @@ from kvboost.policy.cost import CostModel
 from kvboost.policy.guard import QualityGuard
 from kvboost.reuse.repair import NoRepair, Repair, SampledRepair, ScoredRepair, SelectiveRepair
 from kvboost.tiers.base import Medium
+from kvboost.tiers.host import HostTier
 from kvboost.tiers.index import ChunkIndex
 from kvboost.tiers.memory import MemoryTier
-from kvboost.tiers.stack import TierStack
+from kvboost.tiers.stack import Opener, TierStack
 from kvboost.tiers.store import ChunkStore
 from kvboost.tiers.urls import openers
 
 LEAST_WORKING_BYTES = 1 << 30
+DEVICE_SHARE = 0.7  # of a GPU's memory that is free once the model is there; the rest is for steps
 
 CODECS: Mapping[int, type[Codec]] = {16: RawCodec, 8: Int8Codec, 4: Int4Codec}
 
@@ -104,7 +109,8 @@ def build_store(
 ) -> ChunkStore:
     """Memory and the tiers below it; waits until these are open, or failed to open for now.
 
-    Chunks stay in `pool` if it is in host memory and they are stored as they are.
+    Chunks that are stored as they are stay in `pool`. If that is on a device, all of them do, and
+    host memory is the first tier below.
 
     Raises:
         ConfigError: a tier can never be opened.
@@ -112,9 +118,16 @@ def build_store(
     budget_bytes = options.max_cache_bytes
     codec = CODECS[options.kv_cache_bits](geometry)
     medium: Medium = HostFrames(codec)
-    if pool is not None and pool.device.type == "cpu" and options.kv_cache_bits == EXACT_BITS:
+    host: list[Opener] = []
+    is_below = pool is not None and pool.device.type != "cpu"
+    if pool is not None and (is_below or options.kv_cache_bits == EXACT_BITS):
         medium = PooledChunks(pool, codec)
-        budget_bytes = min(budget_bytes, pool.num_blocks * pool.block_bytes)
+        pool_bytes = pool.num_blocks * pool.block_bytes
+        if is_below:
+            limits = options.max_chunks, int(options.tenant_quota * budget_bytes)
+            host = [Opener("host", partial(HostTier, codec, budget_bytes, *limits))]
+            budget_bytes = pool_bytes
+        budget_bytes = min(budget_bytes, pool_bytes)
     quota_bytes = int(options.tenant_quota * budget_bytes)
     memory = MemoryTier(budget_bytes, options.max_chunks, quota_bytes)
     deadline_s = options.tier_deadline_ms / 1e3
@@ -128,7 +141,8 @@ def build_store(
         largest_bytes = codec.size(2 * options.chunk_size) + MAX_HEAD_BYTES
         disk_bytes, timeout_s = options.max_disk_bytes, 2 * deadline_s
         secret = options.cache_secret
-        for opener in openers(options.tier_urls, disk_bytes, timeout_s, largest_bytes, secret):
+        below = openers(options.tier_urls, disk_bytes, timeout_s, largest_bytes, secret)
+        for opener in [*host, *below]:
             tiers.add_below(opener, store.adopt)
     except ConfigError:
         tiers.close()
@@ -142,6 +156,8 @@ def build_pool(options: Options, model: HFModel) -> BlockPool:
     num_blocks = options.num_blocks
     if num_blocks is None:
         budget_bytes = max(options.max_cache_bytes, LEAST_WORKING_BYTES)
+        if device.type == "cuda":
+            budget_bytes = int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
         num_blocks = -(-budget_bytes // (size * max(1, geometry.bytes_per_token)))
     return BlockPool(geometry, 0 if model.refusal else num_blocks, size, device)
 

@@ -119,7 +119,7 @@ class Options:
     )
     max_cache_bytes: int = field(
         default=2048 * MIB,
-        metadata=about("budget of K/V in memory, in bytes or as '4GiB'", low=1),
+        metadata=about("budget of K/V in host memory, in bytes or as '4GiB'", low=1),
     )
     tenant_quota: float = field(
         default=1.0,
@@ -196,7 +196,8 @@ class Options:
     num_blocks: int | None = field(
         default=None,
         metadata=about(
-            "blocks of the KV pool; None: max_cache_bytes, at least 1 GiB",
+            "blocks of the KV pool; None: max_cache_bytes, at least 1 GiB (on GPUs: 70 % of free "
+            "memory)",
             low=1,
         ),
     )

@@ -27,6 +27,7 @@ from fakes import words
 from kvboost import KVBoost
 from kvboost.core import MatchKind, Sampling
 from kvboost.engine.results import Delta
+from kvboost.models import spread
 from kvboost.models.rows import Rows
 
 pytestmark = pytest.mark.tiny
@@ -158,7 +159,7 @@ def test_a_request_that_breaks_forwards_fails_alone(
     with engine_of(batch_window_ms=200, **options) as engine:
         hooks = spoil(engine, place)
         # Rows that were not brought back would be written a second time, by other kernels.
-        monkeypatch.setattr(Rows, "put_at", None)
+        monkeypatch.setattr(spread, "patches", None)
         engine.submit(common, greedy(1)).result(WAIT_S)
         culprit = engine.submit(bad, sampling)
         tickets = [engine.submit(prompt, greedy(9)) for prompt in healthy]

@@ -59,3 +59,18 @@ def test_a_seed_means_the_same_beside_others(rules: dict) -> None:
     choosers = [Chooser(each, [0]) for each in others]
     beside = [choose(list(rows), choosers)[1].token for _ in range(20)]
     assert beside == drawn(rows[1], own, 20)
+
+
+def test_a_seed_means_the_same_beside_others_where_logits_are_equal() -> None:
+    rows = torch.randn(2, 5000, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    own = Sampling(temperature=1.0, top_k=50, seed=7)
+    choosers = [Chooser(Sampling(temperature=1.0, top_p=0.9), [0]), Chooser(own, [0])]
+    beside = [choose(list(rows), choosers)[1].token for _ in range(20)]
+    assert beside == drawn(rows[1], own, 20)
+
+
+def test_a_prompt_token_without_a_logit_is_an_error_of_its_request_alone() -> None:
+    rows = torch.arange(20.0).view(2, 10)
+    choosers = [Chooser(Sampling(repetition_penalty=2.0), [12]), Chooser(Sampling(), [])]
+    error, choice = choose(list(rows), choosers)
+    assert isinstance(error, IndexError) and choice.token == 9

@@ -22,7 +22,7 @@ from kvboost.core import Span
 from kvboost.errors import KVBoostError
 from kvboost.models.packed import ForwardCache, Segment
 from kvboost.models.pool import BlockPool
-from kvboost.models.rows import Rows, private_rows
+from kvboost.models.rows import TURNED_AT_ONCE, Rows, private_rows
 
 CPU = torch.device("cpu")
 MOST_ROWS = 80
@@ -224,6 +224,25 @@ def test_a_sequence_grows_in_place_while_the_pool_has_room() -> None:
         first.make_room(num_rows)
         second.make_room(num_rows)
     assert first.num_runs == second.num_runs == 1
+
+
+def test_rows_are_turned_in_place_and_in_pieces_wherever_they_lie() -> None:
+    pool = pool_of(num_blocks=200, block_size=4)
+    pool.hold(np.arange(0, 40, 2))  # pieces first, then one long run
+    rows = Rows(pool, 500)
+    rows.write(Span(0, 500), kv := numbers(500, seed=3))
+    lengths: list[int] = []
+
+    def change(parts: list[torch.Tensor]) -> None:
+        lengths.append(parts[0].shape[2])
+        for part in parts:
+            part.neg_()
+
+    rows.turn(Span(10, 490), change)
+    assert sum(lengths) == 480 and max(lengths) <= TURNED_AT_ONCE
+    for part in kv:
+        part[:, :, 10:490].neg_()
+    assert same(rows.read(Span(0, 500)), kv)
 
 
 def test_the_largest_gaps_are_taken_first() -> None:

@@ -138,5 +138,6 @@ def _computing(
         started = time.perf_counter()
         piece = positions[first : first + (parts.piece_tokens or at_once())]
         parts.model.forward(rows, [tokens[place] for place in piece], piece)
+        parts.model.wait()
         first += len(piece)
         yield time.perf_counter() - started

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-from kvboost.models import kernels
+from kvboost.models import kernels, varlen
 from kvboost.models.cascade import attend_appended
 from kvboost.models.packed import MaskOne, PackedMask
 
@@ -81,10 +81,21 @@ def _mask(tier: str, **kwargs: Any) -> torch.Tensor | BlockMask | PackedMask | N
     mask_one = partial(_mask_one, tier)
     if batch is None:
         return mask_one(**kwargs)
-    on_cpu = torch.device(kwargs.get("device", "cpu")).type == "cpu"
-    is_plain = kwargs.get("local_size") is None and kwargs.get("allow_is_causal_skip", True)
-    joins = on_cpu and is_plain and tier != "sdpa"
-    return PackedMask(batch, _for_one(mask_one, kwargs), joins=joins)
+    pool, local_size = batch.segments[0].rows.pool, kwargs.get("local_size")
+    window = local_size if _is_window(kwargs) else None
+    if pool.device.type == "cpu":
+        joins = local_size is None
+    else:
+        joins = varlen.fits(pool) and local_size == window
+    joins = joins and kwargs.get("allow_is_causal_skip", True) and tier != "sdpa"
+    return PackedMask(batch, _for_one(mask_one, kwargs), joins=joins, window=window)
+
+
+def _is_window(asked: dict[str, Any]) -> bool:
+    """Whether a local mask is a sliding window, and not chunks."""
+    local_size = asked.get("local_size")
+    window = getattr(asked.get("config"), "sliding_window", None)
+    return local_size is not None and local_size == window
 
 
 def _eager_mask(**kwargs: Any) -> torch.Tensor | PackedMask | None:
@@ -112,7 +123,7 @@ def _mask_one(tier: str, **kwargs: Any) -> torch.Tensor | BlockMask | None:
     on_cpu, is_scattered = device.type == "cpu", isinstance(offset, torch.Tensor)
     if not is_scattered and _sees_all_before(tier, on_cpu, kwargs):
         return None
-    if is_scattered and _takes_flex(tier, on_cpu, kwargs):
+    if is_scattered and device not in kernels.flex_refusals and _takes_flex(tier, on_cpu, kwargs):
         rule = kwargs.get("mask_function", causal_mask_function)
         positions = offset + torch.arange(num_queries, device=device)
         return kernels.scattered_mask(rule, positions, kwargs["kv_length"])
@@ -135,11 +146,10 @@ def _sees_all_before(tier: str, on_cpu: bool, asked: dict[str, Any]) -> bool:  #
     if offset + num_queries != num_keys or not asked.get("allow_is_causal_skip", True):
         return False
     local_size = asked.get("local_size")
-    if local_size is not None and num_keys >= local_size:
-        # The package's kernel has windows, not chunks: attention modules tell it their window.
-        window = getattr(asked.get("config"), "sliding_window", None)
-        if tier != "flash_attn" or local_size != window:
-            return False
+    # The package's kernel has windows, not chunks: attention modules tell it their window.
+    takes_local = tier == "flash_attn" and _is_window(asked)
+    if local_size is not None and num_keys >= local_size and not takes_local:
+        return False
     if num_queries > 1 and offset > 0:
         is_small = tier == "flash_sdpa" and on_cpu and num_queries <= FEW_QUERIES
         if tier == "sdpa" or is_small:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvboost.core import KVGeometry, Rotation, Span
@@ -23,6 +23,9 @@ class Slots(Protocol):
 
     def read(self, span: Span) -> KV:
         """The rows of `span`: views, or copies to pass to `write`."""
+
+    def turn(self, span: Span, change: Callable[[KV], None]) -> None:
+        """Change the rows of `span` in place, a part at a time."""
 
 
 class CausalModel(Protocol):

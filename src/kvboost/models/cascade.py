@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import torch
 
 from kvboost.models.pool import KeyValue
+
+if TYPE_CHECKING:
+    from kvboost.models.packed import Segment
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 
@@ -54,3 +58,54 @@ def join(parts: Sequence[Part]) -> Part:
         output = torch.lerp(output.float(), other.float(), weight)
         total = torch.logaddexp(total, other_total)
     return output, total
+
+
+class Together:
+    """Sequences that attend at once: to what they share, if they do, and each to its own rows."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._first, self._one = segments[0].start, segments[0]
+        small = [segment for segment in segments if segment.is_small]
+        self._small = SmallAttention(small) if small else None
+        self._others = segments[len(small) :]
+        self._num_small = len(small)
+
+    def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """Attention of these sequences [1, tokens, heads, head_dim]."""
+        parts = []
+        if self._small is not None:
+            parts.append(self._small.attend(layer, query[:, :, : self._num_small], scale))
+        for segment in self._others:
+            part = query[:, :, segment.start - self._first : segment.stop - self._first]
+            parts.append(segment.attend(layer, part, scale))
+        output, total = parts[0]
+        if len(parts) > 1:
+            output = torch.cat([output.float() for output, _ in parts], dim=2)
+            total = torch.cat([total for _, total in parts], dim=2)
+        if self._one.num_before:
+            views = self._one.rows.layer(layer, 0, self._one.num_before)
+            shared = [attend(query, *each, scale) for each in views]
+            output, _ = join([*shared, (output, total)])
+        return output.to(query.dtype).transpose(1, 2)
+
+
+class SmallAttention:
+    """One token of each sequence on its own rows, in one kernel."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._pool, device = segments[0].rows.pool, segments[0].rows.device
+        lengths = [segment.num_visible - segment.num_before for segment in segments]
+        longest, dtype = max(lengths), self._pool.dtype
+        ends = torch.tensor(lengths, device=device)[:, None]
+        is_hidden = torch.arange(longest, device=device) >= ends
+        places = [each.rows.places(each.num_before, each.num_before + longest) for each in segments]
+        # Behind a mask, too, rows must be numbers; those after the last one may be anything.
+        self._places = torch.from_numpy(np.stack(places)).masked_fill_(is_hidden, self._pool.blank)
+        mask = torch.zeros(is_hidden.shape, dtype=dtype, device=device)
+        self._mask = mask.masked_fill_(is_hidden, torch.finfo(dtype).min)[:, None, None]
+
+    def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> Part:
+        """Attention of a token each [1, heads, tokens, head_dim]."""
+        key, value = self._pool.gather(layer, self._places)
+        output, total = attend(query.transpose(0, 2), key, value, scale, mask=self._mask)
+        return output.transpose(0, 2), total.transpose(0, 2)

@@ -52,6 +52,24 @@ def probe_tokens(model: PreTrainedModel) -> torch.Tensor:
     return tokens.to(model.device)
 
 
+def check_placement(model: PreTrainedModel) -> None:
+    """Whether all weights are on one device, which an engine needs.
+
+    Raises:
+        UnsupportedModel: they are not.
+    """
+    places = sorted({str(each.device) for each in model.parameters()})
+    if "meta" in places:
+        raise UnsupportedModel(
+            "some of its weights are offloaded: load it without device_map, or with "
+            "max_weight_bytes"
+        )
+    if len(places) > 1:
+        raise UnsupportedModel(
+            f"its weights are on {' and '.join(places)}: load it on one device, or run vLLM"
+        )
+
+
 def measure_geometry(model: PreTrainedModel) -> KVGeometry:
     """Run one token and read off what each layer caches.
 
@@ -128,7 +146,9 @@ def check_sparse_prefill(model: PreTrainedModel, geometry: KVGeometry, native: N
             )
 
 
-def check_packed(model: PreTrainedModel, geometry: KVGeometry, native: Native) -> tuple[str, bool]:
+def check_packed(
+    model: PreTrainedModel, geometry: KVGeometry, native: Native, *, may_join: bool = True
+) -> tuple[str, bool]:
     """Why sequences in one row of a forward, sharing rows, are not what they are alone, if so.
 
     So for models that change K/V between cache and attention. Also returns whether attention can
@@ -147,7 +167,7 @@ def check_packed(model: PreTrainedModel, geometry: KVGeometry, native: Native) -
             Segment(rows, tokens[start:stop], range(start, stop))
             for rows, start, stop in zip((first, second), starts, stops, strict=True)
         ]
-        cache = ForwardCache(geometry, segments, packs=True, least_shared=32)
+        cache = ForwardCache(geometry, segments, packs=True, may_join=may_join, least_shared=32)
         try:
             logits = run_last(model, cache)
         except Exception as error:  # whatever a foreign model raises on K/V that it did not expect
@@ -179,7 +199,7 @@ def measure_rotations(model: PreTrainedModel, geometry: KVGeometry) -> Rotations
 def rotary_frequencies(model: torch.nn.Module) -> set[tuple[float, ...]]:
     """How fast the pairs of dims may turn, by any of a model's rotary embeddings."""
     return {
-        tuple(buffer.double().tolist())
+        tuple(buffer.cpu().double().tolist())
         for name, buffer in model.named_buffers()
         if name.endswith("inv_freq") and "original" not in name
     }

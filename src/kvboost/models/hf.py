@@ -15,7 +15,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from kvboost.core import KVGeometry, Rotation, Span
 from kvboost.errors import UnsupportedModel, reason_of
-from kvboost.models import certify, install
+from kvboost.models import certify, install, kernels
 from kvboost.models.adapters import Adapter, Adapters, num_embeddings, unwrapped
 from kvboost.models.fingerprint import fingerprint
 from kvboost.models.kept import certificate
@@ -30,6 +30,7 @@ from kvboost.models.packed import (
 )
 from kvboost.models.prepack import prepack
 from kvboost.models.rows import Rows, private_rows
+from kvboost.models.upload import upload
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -92,6 +93,7 @@ class HFModel:
         self._position_limit: int | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._unpack = prepack(model) if prepacked else None
+        self._may_join = True  # attention may be computed for several sequences at once
         self.joins = False  # whether attention to several runs of rows can be computed apart
         install.in_engines.add(model)
         try:
@@ -178,7 +180,7 @@ class HFModel:
         """
         self.adapters.use(self.adapter)
         segment = Segment(rows, tokens, positions, corrected, observer)
-        cache = ForwardCache(self._geometry, [segment], packs=self.packs)
+        cache = ForwardCache(self._geometry, [segment], packs=self.packs, may_join=self._may_join)
         return run(self.model, cache, num_logits)[-num_logits:]
 
     @torch.no_grad()
@@ -191,9 +193,14 @@ class HFModel:
         together = [list(segments)] if self.packs else [[each] for each in segments]
         logits: dict[Segment, torch.Tensor] = {}
         for each in together:
-            cache = ForwardCache(self._geometry, each, packs=self.packs)
+            cache = ForwardCache(self._geometry, each, packs=self.packs, may_join=self._may_join)
             logits |= run_last(self.model, cache)
         return logits
+
+    def wait(self) -> None:
+        """Wait until a device has done what it was given: clocks would tell launches otherwise."""
+        if self.model.device.type != "cpu":
+            torch.accelerator.synchronize(self.model.device)
 
     def generate(
         self,
@@ -213,7 +220,7 @@ class HFModel:
         self.adapters.use(self.adapter)
         counts = [self.setting(n, arguments) for n in ("num_beams", "num_return_sequences")]
         num_sequences = max(count or 1 for count in counts)
-        input_ids = torch.tensor([list(tokens)], device=self.model.device)
+        input_ids = upload(self.model.device, tokens)[0][None]
         ours = {
             "input_ids": input_ids,
             "attention_mask": torch.ones_like(input_ids),
@@ -228,7 +235,13 @@ class HFModel:
             cache.batch_repeat_interleave(num_sequences)
         elif rows is not None:
             cache = GenerateCache(
-                self._geometry, rows, tokens, pending, corrected, packs=self.packs
+                self._geometry,
+                rows,
+                tokens,
+                pending,
+                corrected,
+                packs=self.packs,
+                may_join=self._may_join,
             )
         if cache is not None:
             ours |= {"past_key_values": cache, "cache_implementation": None}
@@ -278,6 +291,7 @@ class HFModel:
     def _certify(self, kept_in: Path | None) -> None:
         started = time.perf_counter()
         model = self.model
+        certify.check_placement(model)
         choices = install.implementations(model)
         model.set_attn_implementation(install.own_attention(model))
         self._geometry = certify.measure_geometry(model)
@@ -311,6 +325,12 @@ class HFModel:
         self._rotations = certify.measure_rotations(model, self._geometry)
         self._choose_attention(choices, native)
         self.pack_refusal, self.joins = certify.check_packed(model, self._geometry, native)
+        if self.pack_refusal:  # perhaps by the kernel for all sequences
+            log.info("%s: not in one kernel: %s", self.name, self.pack_refusal)
+            self._may_join = False
+            self.pack_refusal, self.joins = certify.check_packed(
+                model, self._geometry, native, may_join=False
+            )
         if self._rotations.refusal:
             log.info("%s: exact reuse only: %s", self.name, self._rotations.refusal)
         if self.pack_refusal:
@@ -319,7 +339,9 @@ class HFModel:
     def _is_flawless(self, attention: str) -> bool:
         """Whether nothing failed that might not fail the next time."""
         has_it = self.model.config._attn_implementation == attention  # noqa: SLF001
-        return has_it and not (self._rotations.refusal or self.pack_refusal)
+        has_flex = self.model.device not in kernels.flex_refusals
+        is_certified = not (self._rotations.refusal or self.pack_refusal)
+        return has_it and has_flex and self._may_join and is_certified
 
     def _check_adapter(self) -> None:
         """Whether what certification found still holds for the base model and under an adapter."""
@@ -331,17 +353,30 @@ class HFModel:
             self.adapters.defect = "an adapter has changed the base model's weights: load it anew"
             raise UnsupportedModel(self.adapters.defect)
 
-    def _choose_attention(self, choices: Sequence[str], native: certify.Native) -> None:
+    def _choose_attention(
+        self, choices: Sequence[str], native: certify.Native, *, without_flex: bool = False
+    ) -> None:
         """Switch to the first of our implementations that gives the model's own logits."""
         first, *others = choices
+        device, refusals = self.model.device, kernels.flex_refusals
         try:
             install.switch(self.model, first)
             certify.check_sparse_prefill(self.model, self._geometry, native)
         except Exception as error:  # kernels of others raise what they like
+            reason = reason_of(error)
+            if device.type != "cpu" and device not in refusals:  # perhaps for want of a compiler
+                refusals[device] = reason
+                self._choose_attention(choices, native, without_flex=True)
+                return
+            if without_flex:
+                refusals.pop(device, None)  # something else is wrong
             if not others:
                 raise
-            log.warning("%s: not with %s: %s", self.name, first, reason_of(error))
+            log.warning("%s: not with %s: %s", self.name, first, reason)
             self._choose_attention(others, native)
+            return
+        if device in refusals:
+            log.warning("%s: no FlexAttention, repair is slower: %s", self.name, refusals[device])
 
 
 def _fit_tokens_to_rows(
@@ -396,8 +431,8 @@ class StepWatch(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Called by Transformers; false for every sequence."""
-        if self._is_first and input_ids.is_cuda:
-            torch.cuda.synchronize(input_ids.device)  # its time is reported
+        if self._is_first and input_ids.device.type != "cpu":
+            torch.accelerator.synchronize(input_ids.device)  # its time is reported
         self._is_first = False
         self._after_token()
         return torch.zeros(input_ids.shape[:1], device=input_ids.device, dtype=torch.bool)

@@ -23,6 +23,9 @@ WIDEST_HEAD = 256  # of the flash_attn package
 # numbers of heads (pytorch issue 151359, PR 185349); and the mask that it would save is small.
 FLEX_QUERIES = 128
 
+flex_refusals: dict[torch.device, str] = {}
+"""Devices where FlexAttention failed, and why: scattered queries get masks there."""
+
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 """(batch, head, position of the query, position of the key) -> whether it is seen."""
 

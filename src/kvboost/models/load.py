@@ -78,6 +78,11 @@ def load(
     """
     if max_weight_bytes is not None and "device_map" in arguments:
         raise ConfigError("max_weight_bytes and device_map both say where weights are: give one")
+    if split := {"tp_plan", "tp_size"} & arguments.keys():
+        raise ConfigError(
+            f"{min(split)}: an engine uses one device; run a replica on each, or vLLM for tensor "
+            "parallelism"
+        )
     name, arguments = gguf.split_path(name, arguments)
     if not (_is_path(name) or Path(name).exists() or _is_hub_reachable()):
         arguments = {**arguments, "local_files_only": True}  # else the hub client retries for 50 s

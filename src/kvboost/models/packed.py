@@ -14,13 +14,17 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvboost.core import Span
 from kvboost.models import cascade, spread
+from kvboost.models.cascade import Together
 from kvboost.models.pool import KeyValue, Run
 from kvboost.models.rows import Rows
+from kvboost.models.upload import upload
+from kvboost.models.varlen import MOST_RUNS, Varlen, can_take
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +34,8 @@ if TYPE_CHECKING:
 LEAST_SHARED = 128  # rows; below, attention in two parts costs more than it saves
 SHARED_STEP = 32  # rows are attended to together in multiples of this
 MOST_SMALL_ROWS = 256  # with more, attention to them dominates and nothing is gained
-MOST_RUNS = 16  # with more, rows are gathered before attention
+
+HOST = torch.device("cpu")
 
 MaskOne = Callable[[int, int, "int | torch.Tensor"], "torch.Tensor | None"]
 """(queries, keys, offset of the queries) -> the mask of one sequence."""
@@ -63,10 +68,15 @@ class Segment:
         self.num_visible = max(rows.length, max(positions) + 1)
         self.scattered = None
         self._patches: list[spread.Patch] = []
-        if not self.is_appended:
-            self.scattered = torch.tensor(list(positions), device=rows.device)
-            self._patches = spread.patches(self.corrected, positions, rows.pool.dtype, rows.device)
+        self._padded: list[spread.Padded] = []
         rows.make_room(self.num_visible)
+        if not self.is_appended:
+            places = rows.places(0, self.num_visible)
+            own = places[np.asarray(positions)]
+            self.scattered, self._places = upload(rows.device, list(positions), own)
+            self._patches = spread.patches(self.corrected, positions, rows.pool.dtype, HOST)
+            if rows.device.type != "cpu":
+                self._padded = spread.padded(self._patches, places, rows.pool)
 
     def rewind(self) -> None:
         """Forget the rows of a step that failed; a second forward writes them again."""
@@ -85,11 +95,15 @@ class Segment:
         return self.scattered - torch.arange(len(self.scattered), device=self.scattered.device)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether its rows follow those that are there, in the pool of all."""
+        return self.is_appended and self.observer is None and not self.rows.is_private
+
+    @property
     def is_small(self) -> bool:
         """Whether it is one token of a sequence with few rows of its own."""
         num_own = self.rows.length - self.num_before
-        is_short = self.is_appended and len(self.tokens) == 1 and num_own < MOST_SMALL_ROWS
-        return is_short and not self.rows.is_private  # all are read from one pool
+        return self.is_plain and len(self.tokens) == 1 and num_own < MOST_SMALL_ROWS
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write fresh rows of a layer."""
@@ -99,13 +113,15 @@ class Segment:
         if self.scattered is None:
             rows.put(layer, rows.length, fresh)
             return
-        for patch in self._patches:
+        for group in self._padded:
+            group.apply(layer, fresh)
+        for patch in self._patches if not self._padded else ():
             stored = rows.whole(layer, patch.start, patch.stop)
             for old, new in zip(stored, fresh, strict=True):
                 spread.apply(patch, old, new)
             if rows.num_runs > 1:
                 rows.put(layer, patch.start, stored)
-        rows.put_at(layer, self.scattered, fresh)
+        rows.pool.put(layer, self._places, fresh)
 
     def whole(self, layer: int) -> KeyValue:
         """K and V of all visible rows; a copy where they lie in several runs."""
@@ -125,25 +141,25 @@ class Segment:
         self.rows.length = self.num_visible
 
 
-class SmallRows:
-    """All small segments of a forward: their rows are written together."""
+class AppendedRows:
+    """Segments whose fresh rows are written together, each after its last one."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        self._segments, self._pool = segments, segments[0].rows.pool
-        ends = [segment.rows.length for segment in segments]
-        places = [s.rows.places(end, end + 1) for s, end in zip(segments, ends, strict=True)]
-        self._places = torch.cat(places)
-        starts = [segment.start for segment in segments]
-        self._columns = torch.tensor(starts, device=self._places.device)
-        self._are_first = starts == list(range(len(starts)))
+        self._pool = segments[0].rows.pool
+        places = [each.rows.places(each.rows.length, each.num_visible) for each in segments]
+        columns = [np.arange(each.start, each.stop) for each in segments]
+        together = np.concatenate(columns)
+        self._places, self._columns = upload(self._pool.device, np.concatenate(places), together)
+        self._num_rows = len(together)
+        self._are_first = bool((together == np.arange(len(together))).all())
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put each segment's new row where it belongs."""
-        for plane, fresh in zip(self._pool.layers[layer], (key, value), strict=True):
-            if self._are_first:
-                plane.index_copy_(2, self._places, fresh[:, :, : len(self._segments)])
-            else:
-                plane.index_copy_(2, self._places, fresh.index_select(2, self._columns))
+        """Put the new rows where they belong."""
+        if self._are_first:
+            fresh = key[:, :, : self._num_rows], value[:, :, : self._num_rows]
+        else:
+            fresh = key.index_select(2, self._columns), value.index_select(2, self._columns)
+        self._pool.put(layer, self._places, fresh)
 
 
 class ForwardLayer(CacheLayerMixin):
@@ -175,8 +191,8 @@ class ForwardLayer(CacheLayerMixin):
         for segment in cache.others:
             place = slice(segment.start, segment.stop)
             segment.write(self._index, key_states[:, :, place], value_states[:, :, place])
-        if cache.small is not None:
-            cache.small.write(self._index, key_states, value_states)
+        if cache.appended is not None:
+            cache.appended.write(self._index, key_states, value_states)
         if cache.is_packed:
             return key_states, value_states
         return cache.segments[0].whole(self._index)
@@ -204,10 +220,15 @@ class ForwardCache(Cache):
         segments: Sequence[Segment],
         *,
         packs: bool,
+        may_join: bool = True,
         least_shared: int | None = None,
     ) -> None:
-        """`packs`: attention may find rows by itself, which it does where it has to."""
+        """`packs`: attention may find rows by itself, which it does where it has to.
+
+        `may_join`: it may be computed for several sequences, or runs of rows, and joined.
+        """
         super().__init__(layers=[ForwardLayer(self, i) for i in range(geometry.num_layers)])
+        self.may_join = may_join
         self.joins = True  # whether every kind of mask lets attention be computed in parts
         self._least_shared = LEAST_SHARED if least_shared is None else least_shared
         self.begin(segments, packs=packs)
@@ -218,16 +239,18 @@ class ForwardCache(Cache):
             segment.num_before = 0
         # Alone and in one run, a sequence has the kernels of `generate`, and so the same bits.
         self.is_packed = packs and (len(segments) > 1 or segments[0].rows.num_runs > 1)
-        if self.is_packed:
+        on_cpu = segments[0].rows.device.type == "cpu"
+        if self.is_packed and on_cpu:
             _find_shared(segments, self._least_shared)
         self.segments = sorted(segments, key=_order)
         start = 0
         for segment in self.segments:
             segment.start, segment.stop = start, start + len(segment.tokens)
             start = segment.stop
-        small = [each for each in self.segments if self.is_packed and each.is_small]
-        self.small = SmallRows(small) if small else None
-        self.others = [each for each in self.segments if each not in small]
+        together = [each for each in self.segments if each.is_small or not on_cpu]
+        together = [each for each in together if self.is_packed and each.is_plain]
+        self.appended = AppendedRows(together) if together else None
+        self.others = [each for each in self.segments if each not in together]
 
     def finish(self) -> None:
         """Count the rows that were written."""
@@ -259,6 +282,7 @@ class GenerateCache(ForwardCache):
         corrected: Iterable[Span] = (),
         *,
         packs: bool,
+        may_join: bool = True,
     ) -> None:
         """The first forward also computes the `pending` rows before the last filled one."""
         Cache.__init__(self, layers=[ForwardLayer(self, i) for i in range(geometry.num_layers)])
@@ -266,7 +290,8 @@ class GenerateCache(ForwardCache):
         self.pending = [position for position in pending if position < rows.length]
         self.pending_tokens = torch.tensor([tokens[position] for position in self.pending])
         self._corrected = corrected
-        self.segments, self.small, self.is_packed, self.joins = [], None, False, True
+        self.segments, self.appended, self.is_packed, self.joins = [], None, False, True
+        self.may_join = may_join
         self._least_shared = LEAST_SHARED
 
     def next(self, positions: Sequence[int]) -> None:
@@ -284,71 +309,43 @@ class GenerateCache(ForwardCache):
         self._rows.crop(self._rows.length - abs(tokens_to_remove))
 
 
-class Together:
-    """Sequences that attend at once: to what they share, if they do, and each to its own rows."""
-
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self._first, self._one = segments[0].start, segments[0]
-        small = [segment for segment in segments if segment.is_small]
-        self._small = SmallAttention(small) if small else None
-        self._others = segments[len(small) :]
-        self._num_small = len(small)
-
-    def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """Attention of these sequences [1, tokens, heads, head_dim]."""
-        parts = []
-        if self._small is not None:
-            parts.append(self._small.attend(layer, query[:, :, : self._num_small], scale))
-        for segment in self._others:
-            part = query[:, :, segment.start - self._first : segment.stop - self._first]
-            parts.append(segment.attend(layer, part, scale))
-        output, total = parts[0]
-        if len(parts) > 1:
-            output = torch.cat([output.float() for output, _ in parts], dim=2)
-            total = torch.cat([total for _, total in parts], dim=2)
-        if self._one.num_before:
-            views = self._one.rows.layer(layer, 0, self._one.num_before)
-            shared = [cascade.attend(query, *each, scale) for each in views]
-            output, _ = cascade.join([*shared, (output, total)])
-        return output.to(query.dtype).transpose(1, 2)
-
-
-class SmallAttention:
-    """One token of each sequence on its own rows, in one kernel."""
-
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self._pool, device = segments[0].rows.pool, segments[0].rows.device
-        lengths = [segment.num_visible - segment.num_before for segment in segments]
-        longest, dtype = max(lengths), self._pool.dtype
-        ends = torch.tensor(lengths, device=device)[:, None]
-        is_hidden = torch.arange(longest, device=device) >= ends
-        places = [each.rows.places(each.num_before, each.num_before + longest) for each in segments]
-        # Behind a mask, too, rows must be numbers; those after the last one may be anything.
-        self._places = torch.stack(places).masked_fill_(is_hidden, self._pool.blank)
-        mask = torch.zeros(is_hidden.shape, dtype=dtype, device=device)
-        self._mask = mask.masked_fill_(is_hidden, torch.finfo(dtype).min)[:, None, None]
-
-    def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> cascade.Part:
-        """Attention of a token each [1, heads, tokens, head_dim]."""
-        key, value = self._pool.gather(layer, self._places)
-        output, total = cascade.attend(query.transpose(0, 2), key, value, scale, mask=self._mask)
-        return output.transpose(0, 2), total.transpose(0, 2)
-
-
 class PackedMask:
     """The masks of all sequences, for the layers that have this kind of mask."""
 
-    def __init__(self, cache: ForwardCache, mask_one: MaskOne, *, joins: bool) -> None:
+    def __init__(
+        self,
+        cache: ForwardCache,
+        mask_one: MaskOne,
+        *,
+        joins: bool,
+        window: int | None = None,
+    ) -> None:
         """`joins`: attention to several parts of the rows may be computed apart."""
+        joins = joins and cache.may_join
         cache.joins &= joins
-        self._runs: list[tuple[Together | None, list[Segment]]] = []
+        self._runs: list[tuple[Together | Varlen | None, list[Segment]]] = []
         self._masks: dict[int, torch.Tensor | None] = {}
-        for _, group in groupby(cache.segments, key=_shared):
+        pool = cache.segments[0].rows.pool
+
+        def kind(segment: Segment) -> object:
+            """What attends together; of CPUs, what shares rows."""
+            if not joins:
+                return id(segment)
+            if pool.device.type == "cpu":
+                return _shared(segment), segment.scattered is None
+            takes_part = can_take(segment, pool, window)
+            return ("varlen", len(segment.tokens) == 1) if takes_part else id(segment)
+
+        for which, group in groupby(cache.segments, key=kind):
             segments = list(group)
-            together = [each for each in segments if joins and each.scattered is None]
+            if isinstance(which, tuple) and which[0] == "varlen":
+                self._runs.append((Varlen(segments, window), segments))
+                continue
+            together = joins and pool.device.type == "cpu" and segments[0].scattered is None
             if together:
-                self._runs.append((Together(together), together))
-            for segment in segments[len(together) :]:
+                self._runs.append((Together(segments), segments))
+                continue
+            for segment in segments:
                 self._runs.append((None, [segment]))
                 self._masks[id(segment)] = mask_one(
                     len(segment.tokens), segment.num_visible, segment.offset
@@ -369,31 +366,33 @@ class PackedMask:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
-def run(model: PreTrainedModel, cache: ForwardCache, wanted: int | torch.Tensor) -> torch.Tensor:
+def run(model: PreTrainedModel, cache: ForwardCache, wanted: int | Sequence[int]) -> torch.Tensor:
     """Compute a forward; the logits [tokens, vocabulary] of the `wanted` last tokens, or places.
 
     A model that has no argument for that computes all of them.
     """
     tokens = [token for segment in cache.segments for token in segment.tokens]
     positions = [place for segment in cache.segments for place in segment.positions]
+    last = [wanted] if isinstance(wanted, int) else wanted
+    ids, places, which = upload(model.device, tokens, positions, last)
     has_it = "logits_to_keep" in inspect.signature(model.forward).parameters
+    keep = wanted if isinstance(wanted, int) else which
     logits: torch.Tensor = model(
-        input_ids=torch.tensor([tokens], device=model.device),
-        position_ids=torch.tensor([positions], device=model.device),
+        input_ids=ids[None],
+        position_ids=places[None],
         past_key_values=cache,
         use_cache=True,
-        **({"logits_to_keep": wanted} if has_it else {}),
+        **({"logits_to_keep": keep} if has_it else {}),
     ).logits[0]
     cache.finish()
-    return logits
+    if isinstance(wanted, int) or len(logits) == len(which):
+        return logits
+    return logits[which]
 
 
 def run_last(model: PreTrainedModel, cache: ForwardCache) -> dict[Segment, torch.Tensor]:
     """Compute a forward; the logits [vocabulary] of each sequence's last token."""
-    last = torch.tensor([segment.stop - 1 for segment in cache.segments], device=model.device)
-    logits = run(model, cache, last)
-    if len(logits) != len(last):
-        logits = logits[last]
+    logits = run(model, cache, [segment.stop - 1 for segment in cache.segments])
     return dict(zip(cache.segments, logits, strict=True))
 
 
@@ -418,6 +417,7 @@ def _shared(segment: Segment) -> tuple[Run, ...]:
     return tuple(segment.rows.runs(Span(0, segment.num_before)))
 
 
-def _order(segment: Segment) -> tuple[tuple[Run, ...], bool, bool]:
+def _order(segment: Segment) -> tuple[tuple[Run, ...], bool, bool, bool]:
     """Those that attend together stand together, first the small ones."""
-    return _shared(segment), segment.scattered is not None, not segment.is_small
+    is_prompt = len(segment.tokens) > 1
+    return _shared(segment), segment.scattered is not None, not segment.is_small, is_prompt

@@ -168,6 +168,11 @@ class BlockPool:
         each = [np.arange(start // size, (stop - 1) // size + 1) for start, stop in rows]
         return np.unique(np.concatenate(each)) if each else np.arange(0)
 
+    def put(self, layer: int, places: torch.Tensor, fresh: KeyValue) -> None:
+        """Write K and V of some rows of a layer."""
+        for plane, rows in zip(self.layers[layer], fresh, strict=True):
+            plane.index_copy_(2, places, rows)
+
     def gather(self, layer: int, places: torch.Tensor) -> KeyValue:
         """K and V of some rows of each of some tables: places [tables, rows]."""
         key, value = (_select(plane, places, self.blank + 1) for plane in self.layers[layer])

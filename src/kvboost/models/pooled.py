@@ -10,6 +10,7 @@ from kvboost.codecs.frame import allocate, check_codec, decode, read, write
 from kvboost.core import Anchor, Entry, Span
 from kvboost.models.pool import BlockPool, Run
 from kvboost.models.rows import Rows
+from kvboost.models.upload import beside, fetched, sent
 
 if TYPE_CHECKING:
     from kvboost.codecs.base import KV
@@ -50,7 +51,9 @@ class PooledChunk:
 
     def frame(self) -> memoryview:
         """A new frame of it."""
-        return write(self.entry, self.kv(), self._codec, self.sensitivity, self.anchors)
+        with beside(self._pool.device):
+            kv = [fetched(part) for part in self.kv()]
+        return write(self.entry, kv, self._codec, self.sensitivity, self.anchors)
 
 
 class PooledChunks:
@@ -85,7 +88,8 @@ class PooledChunks:
         try:
             self._last = int(rows.blocks[-1])  # the next chunk of a prompt lies behind this one
             span = Span(0, entry.num_tokens)
-            rows.write(span, kv)
+            with beside(self._pool.device):
+                rows.write(span, [sent(part, self._pool.device) for part in kv])
             return self._chunk(rows.runs(span), entry, sensitivity, anchors)
         finally:
             rows.release()

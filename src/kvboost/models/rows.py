@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from kvboost.core import KVGeometry, Span
 from kvboost.models.pool import BlockPool, Blocks, KeyValue, Run, cut, merged, runs
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
     from kvboost.codecs.base import KV
 
 PRIVATE_BLOCK = 16
+TURNED_AT_ONCE = 128  # rows: copies in single precision stay small
+TURNED_ON_DEVICES = 8192  # launches cost more
 
 
 class Rows:
@@ -95,6 +96,13 @@ class Rows:
         """K/V of `span`: views where it is one run, else copies."""
         return self.pool.read(self.runs(span))
 
+    def turn(self, span: Span, change: Callable[[KV], None]) -> None:
+        """Change the rows of `span` in place, each run of them apart."""
+        at_once = TURNED_AT_ONCE if self.device.type == "cpu" else TURNED_ON_DEVICES
+        for first, stop in self.runs(span):
+            for start in range(first, stop, at_once):
+                change(self.pool.read([(start, min(start + at_once, stop))]))
+
     def write(self, span: Span, kv: KV) -> None:
         """Copy the first `len(span)` tokens of `kv` to the rows of `span`."""
         assert span.start >= self.num_shared
@@ -125,16 +133,14 @@ class Rows:
                 plane[:, :, start:stop].copy_(rows[:, :, done : done + stop - start])
                 done += stop - start
 
-    def put_at(self, index: int, positions: torch.Tensor, fresh: KeyValue) -> None:
-        """Write rows of a layer at `positions`, where room was made."""
-        places = self._all_places()[positions]
-        for plane, rows in zip(self.pool.layers[index], fresh, strict=True):
-            plane.index_copy_(2, places, rows)
-
-    def places(self, first: int, stop: int) -> torch.Tensor:
+    def places(self, first: int, stop: int) -> Blocks:
         """Which rows of the pool its rows are; the blank one where it has none."""
-        own = self._all_places()[first:stop]
-        return F.pad(own, (0, stop - first - len(own)), value=self.pool.blank)
+        found = np.full(stop - first, self.pool.blank)
+        done = 0
+        for start, end in cut(self._runs, first, stop):
+            found[done : done + end - start] = np.arange(start, end)
+            done += end - start
+        return found
 
     def _grow(self, num_rows: int, after: int | None = None) -> None:
         last = int(self._blocks[-1]) if len(self._blocks) else after
@@ -142,13 +148,6 @@ class Rows:
         self._blocks, size = np.concatenate([self._blocks, more]), self.pool.block_size
         own = [(start * size, stop * size) for start, stop in runs(self._blocks)]
         self._runs = merged([*self._prefix, *own])
-        self._places: torch.Tensor | None = None
-
-    def _all_places(self) -> torch.Tensor:
-        if self._places is None:
-            each = [torch.arange(start, stop, device=self.device) for start, stop in self._runs]
-            self._places = torch.cat(each)
-        return self._places
 
 
 def private_rows(geometry: KVGeometry, num_rows: int, device: torch.device) -> Rows:

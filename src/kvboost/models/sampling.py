@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvboost.core import Sampling
+from kvboost.models.upload import sent, upload
+
+Tokens: TypeAlias = npt.NDArray[np.int64]
 
 MOST_RANKED = 1024  # tokens that are sorted at first: top_p and min_p rarely leave more
 LEAST_TEMPERATURE = 1e-5  # below, 32 bits do not tell it from zero
@@ -42,96 +48,200 @@ class Chooser:
     def accept(self, token: int) -> None:
         """Go on with a token."""
         self._counts[token] += 1
+        if self.sampling.repetition_penalty != 1.0:
+            self._seen[token] = None
         if self.sampling.grammar is not None:
             self.sampling.grammar.accept(token)
 
-    def adjust(self, logits: torch.Tensor) -> None:
-        """Apply penalties, biases and the grammar to logits [vocabulary], in place."""
-        rules = self.sampling
-        if rules.repetition_penalty != 1.0:
-            places = torch.tensor(list(self._seen | self._counts), device=logits.device)
-            old = logits[places]
-            factor = rules.repetition_penalty
-            logits[places] = torch.where(old < 0, old * factor, old / factor)
-        if self._counts and (rules.presence_penalty or rules.frequency_penalty):
-            places = torch.tensor(list(self._counts), device=logits.device)
-            counts = torch.tensor(list(self._counts.values()), device=logits.device)
-            logits[places] -= rules.presence_penalty + rules.frequency_penalty * counts
-        if rules.logit_bias:
-            places = torch.tensor(list(rules.logit_bias), device=logits.device)
-            logits[places] += torch.tensor(list(rules.logit_bias.values()), device=logits.device)
-        if rules.grammar is not None:
-            rules.grammar.restrict(logits)
+    def seen(self) -> Tokens:
+        """Tokens that the repetition penalty is for."""
+        return np.fromiter(self._seen, np.int64, len(self._seen))
 
-    def pick(self, weights: torch.Tensor) -> int:
-        """An index, each as often as its weight [count] says; one of weight 0 never."""
-        sums = weights.double().cumsum(dim=-1)
-        point = torch.rand(1, generator=self._dice, dtype=torch.float64).to(sums.device)
-        place = torch.searchsorted(sums, point * sums[-1], right=True)
-        return min(int(place), len(sums) - 1)
+    def offsets(self) -> tuple[Tokens, npt.NDArray[np.float32]]:
+        """What the other penalties and biases add to logits, by token; a token may come twice."""
+        rules = self.sampling
+        added = list(rules.logit_bias.items())
+        if rules.presence_penalty or rules.frequency_penalty:
+            added += [
+                (token, -(rules.presence_penalty + rules.frequency_penalty * count))
+                for token, count in self._counts.items()
+            ]
+        tokens = np.fromiter((token for token, _ in added), np.int64, len(added))
+        return tokens, np.fromiter((value for _, value in added), np.float32, len(added))
+
+    def throw(self) -> float:
+        """The next number of its dice, in [0, 1)."""
+        return float(torch.rand(1, generator=self._dice, dtype=torch.float64))
 
 
 def choose(logits: Sequence[torch.Tensor], choosers: Sequence[Chooser]) -> list[Choice | Exception]:
     """The next token of each request, from its logits [vocabulary].
 
-    A request whose own rules fail gets the error instead, and the others their tokens.
+    A request whose own rules fail gets the error instead, and the others their tokens. On a GPU
+    all requests together take one wait. Each is drawn with its own dice, so that its seed means
+    the same beside others.
     """
     rows = torch.stack(list(logits)).float()
-    errors = [_adjust(row, chooser) for row, chooser in zip(rows, choosers, strict=True)]
-    tokens = rows.max(dim=-1).indices.tolist()  # as argmax, and twice as fast on CPUs
-    for place, (row, chooser) in enumerate(zip(rows, choosers, strict=True)):
-        if chooser.sampling.temperature > 0 and errors[place] is None:
-            tokens[place] = _draw(row, chooser)
-    return [
-        error or _reported(token, row, chooser.sampling.top_logprobs)
-        for error, token, row, chooser in zip(errors, tokens, rows, choosers, strict=True)
+    errors = adjust(rows, choosers)
+    draws = [
+        _Draw(place, chooser, chooser.throw() if chooser.sampling.temperature > 0 else None)
+        for place, chooser in enumerate(choosers)
+        if place not in errors
     ]
+    chosen: dict[int, Choice | Exception] = dict(errors)
+    again = _choose(rows, draws, MOST_RANKED, chosen) if draws else []
+    if again:
+        _choose(rows, again, rows.shape[1], chosen)
+    return [chosen[place] for place in range(len(choosers))]
 
 
-def _adjust(logits: torch.Tensor, chooser: Chooser) -> Exception | None:
-    try:
-        chooser.adjust(logits)
-    except Exception as error:
-        return error
-    return None
+@dataclass(frozen=True)
+class _Draw:
+    place: int  # among the rows
+    chooser: Chooser
+    point: float | None  # what its dice say; None: the likeliest token
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether only the likeliest tokens may come."""
+        rules = self.chooser.sampling
+        return self.point is not None and bool(rules.top_k or rules.top_p < 1 or rules.min_p)
 
 
-def _reported(token: int, logits: torch.Tensor, num_top: int | None) -> Choice:
-    if num_top is None:
-        return Choice(token)
-    logprobs = logits.log_softmax(dim=-1).nan_to_num_(LEAST_LOGPROB).clamp_min_(LEAST_LOGPROB)
-    values, places = logprobs.topk(min(num_top, len(logprobs)))
-    top = tuple(zip(places.tolist(), values.tolist(), strict=True))
-    return Choice(token, float(logprobs[token]), top)
+def adjust(rows: torch.Tensor, choosers: Sequence[Chooser]) -> dict[int, Exception]:
+    """Apply penalties, biases and grammars to logits [requests, vocabulary], in place.
 
-
-def _draw(logits: torch.Tensor, chooser: Chooser) -> int:
-    """A token at random: temperature, then top_k, top_p and min_p of the rest.
-
-    Each request is drawn by itself, so that its seed means the same beside others.
+    Returns the errors of those whose own rules failed.
     """
-    rules = chooser.sampling
-    scaled = (logits - logits.max()) / max(rules.temperature, LEAST_TEMPERATURE)
-    if rules.top_k or rules.top_p < 1 or rules.min_p:
-        return _draw_ranked(scaled, chooser, rules.top_k or MOST_RANKED)
-    # All may come, so that no order is needed, which takes far longer than the rest.
-    return chooser.pick(scaled.softmax(dim=-1))
+    errors: dict[int, Exception] = {}
+    size, flat = rows.shape[1], rows.view(-1)
+    seen, factors, added, offsets = [], [], [], []
+    for place, chooser in enumerate(choosers):
+        repeated, (tokens, values) = chooser.seen(), chooser.offsets()
+        named = np.concatenate([repeated, tokens])
+        if len(named) and not 0 <= named.min() <= named.max() < size:
+            errors[place] = IndexError(f"a penalty or bias is for no token of {size}")
+            continue
+        added.append(tokens + place * size)
+        offsets.append(values)
+        seen.append(repeated + place * size)
+        factors.append(np.full(len(seen[-1]), chooser.sampling.repetition_penalty, np.float32))
+    if any(map(len, seen)):
+        places, factor = _sent(rows.device, seen, factors)
+        old = flat.index_select(0, places)
+        flat.index_copy_(0, places, torch.where(old < 0, old * factor, old / factor))
+    if any(map(len, added)):
+        flat.index_add_(0, *_sent(rows.device, added, offsets))
+    for place, chooser in enumerate(choosers):
+        grammar = chooser.sampling.grammar
+        if grammar is not None and place not in errors:
+            try:
+                grammar.restrict(rows[place])
+            except Exception as error:
+                errors[place] = error
+    return errors
 
 
-def _draw_ranked(scaled: torch.Tensor, chooser: Chooser, most: int) -> int:
-    """A token among the likeliest `most`; among all where top_p and min_p leave more than these."""
-    rules, size = chooser.sampling, len(scaled)
-    count = min(most, size)
-    ranked, order = scaled.topk(count) if count <= MOST_RANKED else scaled.sort(descending=True)
-    ranked, order = ranked[:count], order[:count]
-    whole = ranked if rules.top_k else scaled  # what probabilities are shares of
-    probabilities = (ranked - whole.logsumexp(dim=-1)).exp()
-    before = probabilities.cumsum(dim=-1) - probabilities
+def _sent(
+    device: torch.device, tokens: Sequence[Tokens], values: Sequence[npt.NDArray[np.float32]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (places,) = upload(device, np.concatenate(tokens))
+    return places, sent(torch.from_numpy(np.concatenate(values)), device)
+
+
+def _choose(
+    rows: torch.Tensor, draws: Sequence[_Draw], most: int, chosen: dict[int, Choice | Exception]
+) -> list[_Draw]:
+    """Choose tokens among `most` at least; those that must be chosen among more are returned."""
+    tokens = rows.max(dim=-1).indices  # as argmax, and twice as fast on CPUs
+    is_short = torch.zeros_like(tokens, dtype=torch.bool)
+    plain = [each for each in draws if each.point is not None and not each.is_ranked]
+    ranked = [each for each in draws if each.is_ranked]
+    counts = [min(each.chooser.sampling.top_k or most, rows.shape[1]) for each in ranked]
+    if plain:
+        places, scaled, rules = _scaled(rows, plain)
+        # All may come, so that no order is needed, which takes far longer than the rest.
+        tokens.index_copy_(0, places, pick(scaled.softmax(dim=-1), rules["point"]))
+    for count in dict.fromkeys(counts):  # which of two equal logits comes first depends on it
+        alike = [each for each, own in zip(ranked, counts, strict=True) if own == count]
+        places, scaled, rules = _scaled(rows, alike)
+        found, lacks = _draw_ranked(scaled, rules, count)
+        tokens.index_copy_(0, places, found)
+        is_short.index_copy_(0, places, lacks)
+    columns = [tokens, is_short]
+    num_top = max((each.chooser.sampling.top_logprobs or 0 for each in draws), default=0)
+    if any(each.chooser.sampling.top_logprobs is not None for each in draws):
+        logprobs = rows.log_softmax(dim=-1).nan_to_num_(LEAST_LOGPROB).clamp_min_(LEAST_LOGPROB)
+        top = logprobs.topk(min(num_top, rows.shape[1]))
+        num_top = top.values.shape[1]
+        columns += [logprobs.gather(1, tokens[:, None]), top.indices, top.values]
+    # As numbers of one kind, all of it is one copy; those of tokens are whole up to 2 ** 24.
+    table = torch.cat([each.view(len(rows), -1).float() for each in columns], dim=1).tolist()
+    for draw in draws:
+        token, lacks, *rest = table[draw.place]
+        chosen[draw.place] = _reported(int(token), rest, draw.chooser.sampling, num_top)
+    return [draw for draw in ranked if table[draw.place][1]]
+
+
+def _reported(token: int, found: Sequence[float], rules: Sampling, num_top: int) -> Choice:
+    if rules.top_logprobs is None:
+        return Choice(token)
+    places, values = found[1 : 1 + num_top], found[1 + num_top :]
+    top = zip(map(int, places), values, strict=True)
+    return Choice(token, found[0], tuple(top)[: rules.top_logprobs])
+
+
+def _scaled(
+    rows: torch.Tensor, draws: Sequence[_Draw]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Where rows are, themselves at their temperature, and the rules, a column for each."""
+    rules = [each.chooser.sampling for each in draws]
     # At 1, nothing is cut off: sums of many small numbers reach it too early.
-    most_before = rules.top_p if rules.top_p < 1 else torch.inf
-    is_out = (before >= most_before) | (probabilities < probabilities[0] * rules.min_p)
-    if not rules.top_k and count < size and not is_out[-1]:
-        return _draw_ranked(scaled, chooser, size)
-    is_out[0] = False
-    probabilities.masked_fill_(is_out, 0.0)
-    return int(order[chooser.pick(probabilities)])
+    table = [
+        (
+            draw.point or 0.0,
+            max(each.temperature, LEAST_TEMPERATURE),
+            each.top_p if each.top_p < 1 else torch.inf,
+            each.min_p,
+            each.top_k,
+        )
+        for draw, each in zip(draws, rules, strict=True)
+    ]
+    precise = torch.float32 if rows.device.type == "mps" else torch.float64
+    numbers = sent(torch.tensor(table, dtype=precise), rows.device)
+    names = ("point", "temperature", "top_p", "min_p", "top_k")
+    columns = dict(zip(names, torch.split(numbers, 1, dim=1), strict=True))
+    (places,) = upload(rows.device, [each.place for each in draws])
+    chosen = rows.index_select(0, places)
+    top = chosen.max(dim=-1, keepdim=True).values
+    return places, (chosen - top) / columns["temperature"].float(), columns
+
+
+def _draw_ranked(
+    scaled: torch.Tensor, rules: dict[str, torch.Tensor], count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens among the likeliest `count`; and whether top_p and min_p leave more than these."""
+    size = scaled.shape[1]
+    ranked, order = scaled.topk(count) if count <= MOST_RANKED else scaled.sort(descending=True)
+    ranked, order = ranked[:, :count], order[:, :count]
+    has_top_k = rules["top_k"] > 0
+    # What probabilities are shares of.
+    total = torch.where(
+        has_top_k, ranked.logsumexp(dim=-1, keepdim=True), scaled.logsumexp(dim=-1, keepdim=True)
+    )
+    probabilities = (ranked - total).exp()
+    before = probabilities.cumsum(dim=-1) - probabilities
+    is_out = (before >= rules["top_p"].float()) | (
+        probabilities < probabilities[:, :1] * rules["min_p"].float()
+    )
+    lacks = ~(is_out[:, -1:] | has_top_k) if count < size else torch.zeros_like(has_top_k)
+    is_out[:, 0] = False
+    places = pick(probabilities.masked_fill(is_out, 0.0), rules["point"])
+    return order.gather(1, places[:, None])[:, 0], lacks[:, 0]
+
+
+def pick(weights: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
+    """An index of each row, as often as its weight [rows, count] says; one of weight 0 never."""
+    sums = weights.to(point.dtype).cumsum(dim=-1)
+    places = torch.searchsorted(sums, point * sums[:, -1:], right=True)
+    return places[:, 0].clamp_max(sums.shape[1] - 1)

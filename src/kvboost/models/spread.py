@@ -12,9 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvboost.core import Span
+from kvboost.models.pool import BlockPool, KeyValue
+from kvboost.models.upload import sent, upload
 
 # Correlation of the change of two rows by distance in tokens: a part that the whole text shares,
 # one that fades over about a hundred tokens, one that only close neighbours share. What is left
@@ -23,6 +27,7 @@ SHARED, SLOW, FAST = 0.22, 0.20, 0.18
 SLOW_TOKENS, FAST_TOKENS = 100.0, 3.0
 
 LONGEST_PATCH = 384  # tokens that are corrected together: keeps the cost linear in the text
+PADDED_TOGETHER = 24  # patches
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,51 @@ def apply(patch: Patch, stored: torch.Tensor, fresh: torch.Tensor) -> None:
     """
     change = fresh.index_select(2, patch.sources) - stored.index_select(2, patch.rows)
     stored += patch.weights @ change
+
+
+class Padded:
+    """Patches of one size, corrected by one product: on GPUs launches cost more than numbers."""
+
+    def __init__(
+        self, patches: Sequence[Patch], places: npt.NDArray[np.int64], pool: BlockPool
+    ) -> None:
+        """Patches are in host memory; `places` are the rows of the pool by position."""
+        self._pool = pool
+        length = max(patch.stop - patch.start for patch in patches)
+        count = max(len(patch.rows) for patch in patches)
+        weights = torch.zeros(len(patches), length, count, dtype=pool.dtype)
+        rows = np.full((len(patches), length), pool.blank)
+        own = np.empty((len(patches), count), np.int64)
+        sources = np.empty_like(own)
+        for number, patch in enumerate(patches):
+            here = places[patch.start : patch.stop]
+            weights[number, : len(here), : len(patch.rows)] = patch.weights
+            rows[number, : len(here)] = here
+            # Padded by rows of its own, of weight 0: an overflow elsewhere is no matter of it.
+            padding = 0, count - len(patch.rows)
+            own[number] = np.pad(here[patch.rows.numpy()], padding, "edge")
+            sources[number] = np.pad(patch.sources.numpy(), padding, "edge")
+        self._weights = sent(weights, pool.device)
+        flat = (each.ravel() for each in (rows, own, sources))
+        self._rows, self._own, self._sources = upload(pool.device, *flat)
+
+    def apply(self, layer: int, fresh: KeyValue) -> None:
+        """Correct all rows of a layer; the blank one, which pads, stays zero."""
+        num_patches, _, count = self._weights.shape
+        for plane, new in zip(self._pool.layers[layer], fresh, strict=True):
+            change = new.index_select(2, self._sources) - plane.index_select(2, self._own)
+            change = self._weights @ change.view(-1, num_patches, count, change.shape[-1])
+            plane.index_add_(2, self._rows, change.view(1, change.shape[0], -1, change.shape[-1]))
+            plane[:, :, self._pool.blank] = 0
+
+
+def padded(
+    patches: Sequence[Patch], places: npt.NDArray[np.int64], pool: BlockPool
+) -> list[Padded]:
+    """Patches in groups: one for all would copy all moved rows of a layer at once."""
+    starts = range(0, len(patches), PADDED_TOGETHER)
+    groups = (patches[start : start + PADDED_TOGETHER] for start in starts)
+    return [Padded(group, places, pool) for group in groups]
 
 
 def _pieces(runs: Iterable[Span]) -> Iterable[Span]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,6 @@ from kvboost.core import (
     MatchKind,
     Namespace,
     ReusePlan,
-    Span,
     prefix_key,
 )
 from kvboost.rope import move
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from kvboost.models.base import CausalModel, Slots
 
 log = logging.getLogger(__name__)
-
-MOVED_AT_ONCE = 128  # tokens; scattered rows are copied for it, 128 KB a token in an 8B model
 
 
 @dataclass(frozen=True)
@@ -80,11 +78,9 @@ def assemble(
     for run in came_true.runs:
         if run.kind is MatchKind.MOVED:
             slots.exact_stop = min(slots.exact_stop, run.span.start)
-            for start in range(run.span.start, run.span.stop, MOVED_AT_ONCE):
-                span = Span(start, min(start + MOVED_AT_ONCE, run.span.stop))
-                rows = slots.read(span)
-                move(rows, model.geometry, model.rotations, run.delta)
-                slots.write(span, rows)  # of views nothing is copied
+            geometry, rotations = model.geometry, model.rotations
+            turn = partial(move, geometry=geometry, rotations=rotations, delta=run.delta)
+            slots.turn(run.span, turn)
     return Placed(came_true, tuple(lost), sensitivities)
 
 

@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from kvboost.errors import ConfigError
+from kvboost.models.upload import sent
 from kvboost.server.tools import CLOSE, OPEN
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class TokenGrammar:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         _check(self._matcher)
         allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
-        logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), float("-inf"))
+        logits.masked_fill_(sent(torch.from_numpy(allowed == 0), logits.device), float("-inf"))
 
     def accept(self, token: int) -> None:
         """Go on with a token that was chosen; a forbidden one is a ConfigError."""

@@ -153,7 +153,7 @@ class MemoryTier:
             num_bytes = sum(self._chunks[key].nbytes for key in pinned)
         if num_bytes > MUCH_PINNED * self._budget_bytes:
             share = num_bytes / self._budget_bytes
-            log.warning("pins take %.0f%% of max_cache_bytes; little else stays", 100 * share)
+            log.warning("pins take %.0f%% of the memory for K/V; little else stays", 100 * share)
         return len(held)
 
     def unpin(self, keys: Iterable[FrameKey]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from kvboost.connectors.vllm.layout import learn_layout
 from kvboost.core import KVGeometry, PlaneGroup, Span
 from kvboost.errors import UnsupportedModel
+from kvboost.models.rows import TURNED_AT_ONCE
+from kvboost.models.upload import beside, fetched, sent, upload
 
 if TYPE_CHECKING:
     from kvboost.codecs.base import KV
@@ -54,7 +57,7 @@ class PagedCache:
 
     def put(self, layer: int, kv: torch.Tensor, slots: torch.Tensor) -> None:
         """Write K and V [2, heads, tokens, head_dim] of a layer."""
-        rows = kv.to(self.device).transpose(1, 2)
+        rows = kv.transpose(1, 2)
         attention = self.layers[layer]
         _put(attention, rows[0].contiguous(), rows[1].contiguous(), attention.kv_cache, slots)
 
@@ -73,13 +76,15 @@ class BlockRows:
 
     def __init__(self, cache: PagedCache, block_ids: Sequence[int]) -> None:
         self.exact_stop = sys.maxsize
-        self._cache, self._block_ids = cache, block_ids
+        self._cache = cache
+        starts = np.asarray(block_ids, np.int64)[:, None] * cache.block_size
+        slots = (starts + np.arange(cache.block_size)).ravel()
+        self._blocks, self._slots = upload(cache.device, block_ids, slots)
 
     def write(self, span: Span, kv: KV) -> None:
         """Copy the first `len(span)` tokens of `kv` to the rows of `span`."""
-        positions = torch.arange(span.start, span.stop, device=self._cache.device)
-        slots = self._cache.slots(self._block_ids, positions)
-        (planes,) = kv
+        slots, (planes,) = self._slots[span.start : span.stop], kv
+        planes = sent(planes, self._cache.device)  # one copy for all layers
         for layer in range(self._cache.geometry.num_layers):
             rows = planes[2 * layer : 2 * layer + 2, :, : len(span)]
             self._cache.put(layer, rows, slots)
@@ -88,11 +93,20 @@ class BlockRows:
         """A copy of the rows of `span`, in host memory."""
         size = self._cache.block_size
         first, last = span.start // size, -(-span.stop // size)
-        blocks = torch.tensor(self._block_ids[first:last], device=self._cache.device)
+        blocks = self._blocks[first:last]
         part = slice(span.start - first * size, span.stop - first * size)
         layers = range(self._cache.geometry.num_layers)
         planes = torch.cat([self._cache.take(layer, blocks)[:, :, part] for layer in layers])
-        return [planes.cpu()]
+        with beside(self._cache.device):
+            return [fetched(planes)]
+
+    def turn(self, span: Span, change: Callable[[KV], None]) -> None:
+        """Change the rows of `span`."""
+        for start in range(span.start, span.stop, TURNED_AT_ONCE):
+            part = Span(start, min(start + TURNED_AT_ONCE, span.stop))
+            rows = self.read(part)
+            change(rows)
+            self.write(part, rows)
 
 
 def _put(layer: Any, *rows: torch.Tensor) -> None:

@@ -257,9 +257,8 @@ class WorkerSide:
         stop = load.start
         try:
             plan = self._own_plan(load)
-            rows = BlockRows(self.cache, load.block_ids)
             with self._stream(0, given):
-                placed = self._assemble(plan, load, rows)
+                placed = self._assemble(plan, load, BlockRows(self.cache, load.block_ids))
             stop = placed.plan.matches[-1].span.stop if placed.plan.matches else load.start
         except Exception:
             log.exception("K/V could not be loaded, and is computed instead")
@@ -324,8 +323,8 @@ class WorkerSide:
         try:
             space = self._space(save.tenant)
             chunks = split(save.tokens, self._options.chunk_size)
-            rows = BlockRows(self.cache, save.block_ids)
             with self._stream(1, written):
+                rows = BlockRows(self.cache, save.block_ids)
                 commit(rows, chunks, derive(chunks, space), space, self._store)
         except Exception:
             log.exception("K/V could not be saved")

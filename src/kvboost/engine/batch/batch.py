@@ -416,4 +416,6 @@ def _run_together(segments: dict[Segment, Member]) -> dict[Segment, Choice | Exc
     ready = [g for g, member in segments.items() if not member.pending and member.guest is None]
     choosers = [segments[segment].chooser for segment in ready]
     choices = choose([logits[segment] for segment in ready], choosers) if ready else []
+    if not ready:
+        model.wait()
     return dict.fromkeys(segments) | dict(zip(ready, choices, strict=True))

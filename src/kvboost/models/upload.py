@@ -1,0 +1,50 @@
+"""Host memory <-> a device, without a wait of the thread that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Numbers = Sequence[int] | npt.NDArray[np.int64]
+
+
+def upload(device: torch.device, *numbers: Numbers) -> list[torch.Tensor]:
+    """Whole numbers as tensors on a device: one copy for all of them, for which nobody waits."""
+    parts = [np.asarray(each, np.int64) for each in numbers]
+    together = sent(torch.from_numpy(np.concatenate(parts)), device)
+    return list(torch.split(together, [len(each) for each in parts]))
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on a device; one of the host is pinned first, so that the host need not wait."""
+    if device.type != "cuda" or tensor.device.type == "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """Copies inside run beside the kernels of other threads, and are done at the end.
+
+    They come after all kernels that were launched before.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def fetched(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in host memory; of a device, a copy that is there once its stream is done."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

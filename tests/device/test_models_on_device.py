@@ -1,0 +1,201 @@
+"""All kinds of models, codecs and requests on a pretended GPU answer as on a CPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from batching import Engine, greedy
+from device.pretended import Device, pretended, to_device
+from fakes import WordTokenizer, words
+from kvboost import KVBoost
+from kvboost.core import MatchKind, Sampling
+from kvboost.engine.batch.ticket import Ticket
+from kvboost.errors import ConfigError, UnsupportedModel
+from kvboost.models import kernels
+from tiny_models import SUPPORTED, build
+
+pytestmark = pytest.mark.device
+
+PROMPTS = [words(150 + 7 * number, seed=number % 2) for number in range(4)]
+KINDS = {
+    "deepseek_v3-mla", "gemma2-softcap", "gemma3-two-rotations", "gpt_oss-sinks", "llama",
+    "llama4-chunked-nope", "mistral-sliding", "mixtral", "phi-partial",
+}  # fmt: skip
+NUM_FAULTS = int(os.environ.get("KVBOOST_TEST_OUT_OF_MEMORY", "6"))
+
+
+def answers(engine: KVBoost, num_new: int = 4) -> list[tuple[int, ...]]:
+    """Those of a cold batch, then of a warm one."""
+    found = []
+    for _ in range(2):
+        tickets = [engine.submit(prompt, greedy(num_new)) for prompt in PROMPTS]
+        found += [ticket.result().token_ids for ticket in tickets]
+        engine.flush()
+    return found
+
+
+def on_cpu(name: str, **options: Any) -> list[tuple[int, ...]]:
+    with Engine(build(*SUPPORTED[name]), WordTokenizer(), chunk_size=32, **options) as engine:
+        return answers(engine)
+
+
+def on_device(name: str, device: Device, **options: Any) -> list[tuple[int, ...]]:
+    model = to_device(build(*SUPPORTED[name]), device)
+    with Engine(model, WordTokenizer(), chunk_size=32, **options) as engine:
+        return answers(engine)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in KINDS else pytest.mark.long)
+        for name in sorted(SUPPORTED)
+    ],
+)
+def test_every_type_of_model_answers_as_on_a_cpu(name: str) -> None:
+    with pretended(total_bytes=1 << 28) as device:
+        assert on_device(name, device) == on_cpu(name)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma3-two-rotations", "mixtral"])
+def test_sequences_in_one_kernel_have_the_logits_that_they_have_alone(name: str) -> None:
+    with pretended(total_bytes=1 << 28) as device:
+        model = to_device(build(*SUPPORTED[name]).to(torch.float16), device)
+        with Engine(model, WordTokenizer(), chunk_size=32) as engine:
+            hosted = engine._parts.model  # certified by runs of several sequences
+            assert hosted.joins and hosted.packs
+            with device.counted():
+                assert len(set(answers(engine))) > 1
+    assert device.by_kernel["flash of several"] > 0
+    assert not device.by_kernel["sdpa math"]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_chunks_lie_in_host_memory(bits: int) -> None:
+    with pretended(total_bytes=1 << 28) as device:
+        model = to_device(build(*SUPPORTED["llama"]), device)
+        options = {"kv_cache_bits": bits, "chunk_size": 32, "num_blocks": 40}
+        with Engine(model, WordTokenizer(), **options) as engine:
+            first = engine.submit(PROMPTS[0], greedy(1)).result()
+            engine.flush()
+            for seed in range(4):
+                engine.submit(words(300, seed=50 + seed), greedy(1)).result()
+            again = engine.submit(PROMPTS[0], greedy(1)).result()
+            host = engine._parts.store.tiers.stats()["host"]
+    assert again.cached_tokens >= 128 and again.token_ids == first.token_ids
+    assert host["hits"] > 0
+
+
+def test_a_deleted_tenant_is_gone_from_host_memory() -> None:
+    with pretended(total_bytes=1 << 28) as device:
+        model = to_device(build(*SUPPORTED["llama"]), device)
+        with Engine(model, WordTokenizer(), chunk_size=32) as engine:
+            for tenant in ("a", "b"):
+                engine.submit(PROMPTS[0], greedy(1), tenant=tenant).result()
+            engine.flush()
+            tiers = engine._parts.store.tiers
+            before = tiers.stats()["host"]["num_entries"]
+            assert not engine.contents.delete(None, tenant="a").pending
+            assert tiers.stats()["host"]["num_entries"] == before // 2 > 0
+            assert engine.submit(PROMPTS[0], greedy(1), tenant="a").result().cached_tokens == 0
+            assert engine.submit(PROMPTS[0], greedy(1), tenant="b").result().cached_tokens > 100
+
+
+def test_a_device_without_float64_is_enough() -> None:
+    with pretended(total_bytes=1 << 28, has_float64=False) as device:
+        assert on_device("llama", device) == on_cpu("llama")
+
+
+def test_without_a_compiler_flash_attention_stays_and_repair_has_masks() -> None:
+    kernels.flex_refusals.clear()
+    try:
+        with pretended(total_bytes=1 << 28, has_compiler=False) as device:
+            model = to_device(build(*SUPPORTED["llama"]).to(torch.bfloat16), device)
+            with Engine(model, WordTokenizer(), chunk_size=32, reuse="auto") as engine:
+                assert model.config._attn_implementation == "kvboost_sdpa"
+                assert "triton" in kernels.flex_refusals[model.device]
+                engine._parts.cost.pays = lambda *_: True
+                text = words(400, seed=3)
+                engine.submit(text, greedy(1)).result()
+                moved = engine.submit([*words(50, seed=4), *text], greedy(1)).result()
+                assert moved.reuse.tokens(MatchKind.MOVED) > 300
+    finally:
+        kernels.flex_refusals.clear()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3-two-rotations"])
+def test_moved_text_is_what_it_is_on_a_cpu(name: str) -> None:
+    text, found = words(400, seed=3), []
+    for there in (True, False):
+        with pretended(total_bytes=1 << 28) as device:
+            model = build(*SUPPORTED[name])
+            model = to_device(model, device) if there else model
+            options = {"chunk_size": 32, "reuse": "auto", "quality_budget": 100.0}
+            with Engine(model, WordTokenizer(), **options) as engine:
+                engine._parts.cost.pays = lambda *_: True
+                engine.submit(text, greedy(1)).result()
+                result = engine.submit([*words(50, seed=4), *text], greedy(6)).result()
+                found.append((result.token_ids, result.reuse.tokens(MatchKind.MOVED)))
+    assert found[0] == found[1] and found[0][1] > 300
+
+
+def test_draws_and_scores_are_those_of_a_cpu() -> None:
+    rules = Sampling(
+        max_new_tokens=6, ignore_eos=True, temperature=0.9, top_p=0.8, seed=3, top_logprobs=2,
+        repetition_penalty=1.2, presence_penalty=0.3, logit_bias={7: 1.5},
+    )  # fmt: skip
+    found = []
+    for there in (True, False):
+        with pretended(total_bytes=1 << 28) as device:
+            model = build(*SUPPORTED["llama"])
+            with Engine(to_device(model, device) if there else model, WordTokenizer()) as engine:
+                found.append(engine.submit(PROMPTS[0], rules).result().token_ids)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"), [("cuda:1", "on cuda:0 and cuda:1"), ("meta", "are offloaded")]
+)
+def test_a_model_on_several_devices_is_refused_with_the_reason(place: str, reason: str) -> None:
+    with pretended() as device:
+        names = {"meta": 0, "cuda:1": 1}
+        model = to_device(
+            build(*SUPPORTED["llama"]), device, lambda name: names[place] if "5" in name else 0
+        )
+        if place == "meta":
+            model.lm_head.weight = torch.nn.Parameter(torch.empty(512, 64, device="meta"))
+        with pytest.raises(UnsupportedModel, match=reason):
+            KVBoost(model, WordTokenizer())
+
+
+def test_tensor_parallel_arguments_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="tp_plan: an engine uses one device"):
+        KVBoost.from_pretrained("any", tp_plan="auto")
+
+
+def outcome(ticket: Ticket) -> tuple[int, ...] | None:
+    try:
+        return ticket.result().token_ids
+    except torch.OutOfMemoryError:
+        return None
+
+
+@pytest.mark.parametrize("seed", range(NUM_FAULTS))
+def test_out_of_memory_costs_one_request_at_most(seed: int) -> None:
+    wanted = on_cpu("llama")[: len(PROMPTS)]
+    with pretended(total_bytes=1 << 28) as device:
+        model = to_device(build(*SUPPORTED["llama"]), device)
+        with Engine(model, WordTokenizer(), chunk_size=32) as engine:
+            tickets = [engine.submit(prompt, greedy(4)) for prompt in PROMPTS]
+            device.fails_at = 37 + 211 * seed
+            outcomes = [outcome(ticket) for ticket in tickets]
+            device.fails_at = None
+            assert outcomes.count(None) <= 1
+            assert all(got in (None, right) for got, right in zip(outcomes, wanted, strict=True))
+            engine.flush()
+            assert engine._parts.pool.stats()["used_blocks"] == 0
+            assert answers(engine)[: len(PROMPTS)] == wanted
