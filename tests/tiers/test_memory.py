@@ -86,7 +86,7 @@ def test_pins_that_take_most_of_the_budget_are_told(caplog: pytest.LogCaptureFix
     fill(tier, "ab")
     assert tier.pin([PrefixKey(b"a")], ttl_s=None) == 1 and not caplog.records
     assert tier.pin([PrefixKey(b"b")], ttl_s=None) == 1
-    assert "80% of max_cache_bytes" in caplog.text
+    assert "80% of the memory for K/V" in caplog.text
 
 
 def test_nothing_is_kept_where_pins_leave_no_room() -> None:
