@@ -77,6 +77,8 @@ class Step:
             after = engine._worker.call(lambda: counts(batch, device))
         for ticket in tickets:
             ticket.cancel()
+        while batch._running:  # else the next one would count these as its own
+            time.sleep(0.01)
         num_steps = after[0] - before[0]
         self.num_launches, self.num_waits, self.joined_bytes = (
             (late - early) / num_steps for early, late in zip(before[1:], after[1:], strict=True)

@@ -12,7 +12,7 @@ from trials import DEADLINE_MS, trial
 
 pytestmark = [pytest.mark.tiny, pytest.mark.servers, pytest.mark.alone]
 
-FEW = 8  # deadlines: one is what a request waits, the rest is for a busy machine
+FEW = 24  # deadlines: one is what a request waits, the rest is for pauses of a busy machine
 BAD = {
     "50 ms": (0.05, 0.0),
     "5 % loss": (0.0, 0.05),
@@ -52,7 +52,7 @@ def test_a_bad_network_costs_bounded_waits(name: str, url: str, link: Link, calm
 
     with trial("redis", cache_url=url) as on:
         on.run(f"a network with {name}", begin, link.clear, calm_s)
-        # TCP alone would wait for a cut network for minutes.
+        # TCP alone would wait for a cut network for a quarter of an hour.
         assert on.longest_s < calm_s + FEW * DEADLINE_MS / 1e3
         assert on.stats()["faults"] > 0 or name != "cut"
         on.comes_back()
