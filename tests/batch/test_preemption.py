@@ -198,7 +198,7 @@ def test_a_tenant_cannot_hold_all_places_and_all_room() -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("num_requests", [6, pytest.param(16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_requests", [5, pytest.param(16, marks=pytest.mark.long)])
 def test_preempted_answers_of_a_real_model_are_the_answers_alone(
     smol: str, num_requests: int
 ) -> None:

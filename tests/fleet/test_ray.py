@@ -176,13 +176,14 @@ def test_a_stream_says_the_same(asker: Asker) -> None:
 
 
 def test_questions_about_a_document_go_to_who_has_read_it(asker: Asker) -> None:
-    questions = ("When does it open?", "Who may borrow?", "Where is the desk?", "What is free?")
-    for document in DOCUMENTS[1:5]:
+    questions = ("When does it open?", "Who may borrow?", "Where is the desk?")
+    for document in DOCUMENTS[1:3]:
         answers = [asker.ask(document, each) for each in questions]
         assert len({replica for *_, replica in answers}) == 1
         assert all(known > 50 for _, known, _ in answers[1:])
 
 
+@pytest.mark.long
 def test_a_new_ingress_learns_from_the_replicas_what_they_hold(asker: Asker, fleet: Fleet) -> None:
     before = [asker.ask(document)[2] for document in DOCUMENTS]
     time.sleep(2 * STATS_PERIOD_S)

@@ -65,7 +65,9 @@ def test_greedy_text_is_the_same_on_a_second_architecture(coder: str) -> None:
         assert_cold_warm_and_plain_agree(coder, second, count=2, longest=150, num_new=4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)]
+)
 def test_deterministic_prefill_gives_the_same_bits_cold_and_warm(
     smol: str, dtype: torch.dtype
 ) -> None:
