@@ -21,10 +21,10 @@ PARTS = {
     "integrations": "integrations",
 }
 MAX_LINES = {
-    "library": 11_520,
+    "library": 11_680,
     "application": 6_000,
     "weights": 800,
-    "connectors": 1_730,
+    "connectors": 1_760,
     "bench": 5_350,
     "fleet": 1_800,
     "probe": 1_110,

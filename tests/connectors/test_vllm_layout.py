@@ -55,7 +55,7 @@ def test_rows_are_read_as_they_were_written(
     rows = random_rows(2 * size, dtype)
     slots = torch.cat([torch.arange(3 * size, 4 * size), torch.arange(size, 2 * size)])
     put(rows[0], rows[1], cache, slots)
-    assert torch.equal(layout.read(cache, torch.tensor([3, 1])), rows.transpose(1, 2))
+    assert torch.equal(layout.read([cache], torch.tensor([3, 1])), rows.transpose(1, 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -21,17 +21,34 @@ ROUNDING = 4 * torch.finfo(torch.float32).eps
 
 def changed_buffers(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and values of buffers that are in no checkpoint and do not follow from the config."""
+    for path, module, names, expected in _uncovered(model):
+        for name in names:
+            buffer = module._buffers[name]  # noqa: SLF001
+            if buffer is not None and not _is_same(buffer, expected.get(name)):
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def _uncovered(
+    model: PreTrainedModel,
+) -> Iterator[tuple[str, torch.nn.Module, list[str], dict[str, torch.Tensor]]]:
+    """Modules with buffers that are in no checkpoint: path, names, values by the config."""
     owners: dict[str, PreTrainedModel] = {}  # by path: the innermost model that a module is in
     for path, module in model.named_modules():
         parent = path.rpartition(".")[0]
         owner = module if isinstance(module, PreTrainedModel) else owners[parent]
         owners[path] = owner
         names = sorted(module._non_persistent_buffers_set)  # noqa: SLF001
-        expected = _computed(owner, module) if names else {}
+        if names:
+            yield path, module, names, _computed(owner, module)
+
+
+def compute_buffers(model: PreTrainedModel) -> None:
+    """Give a model without memory the buffers that no checkpoint holds."""
+    for _, module, names, expected in _uncovered(model):
         for name in names:
             buffer = module._buffers[name]  # noqa: SLF001
-            if buffer is not None and not _is_same(buffer, expected.get(name)):
-                yield f"{path}.{name}" if path else name, buffer
+            if buffer is not None and name in expected:
+                module._buffers[name] = expected[name].to(buffer.dtype)  # noqa: SLF001
 
 
 def _computed(owner: PreTrainedModel, module: torch.nn.Module) -> dict[str, torch.Tensor]:

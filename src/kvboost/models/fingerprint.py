@@ -46,7 +46,7 @@ def fingerprint(model: PreTrainedModel, geometry: KVGeometry) -> bytes:
 
     Adapters are no part of it: a model has the same one before and after they came in.
     """
-    tensors = dict(_base_tensors(model))
+    tensors = dict(base_tensors(model))
     weights = streamed(model)
     if weights is None:
         contents = hash_tensors(tensors)
@@ -54,11 +54,26 @@ def fingerprint(model: PreTrainedModel, geometry: KVGeometry) -> bytes:
         tensors = {name: weights.source(tensor) for name, tensor in tensors.items()}
         contents = hash_tensors(tensors, weights.forget)
         weights.reset()
+    return named_by(contents, model, geometry)
+
+
+def named_by(
+    contents: Mapping[str, list[Any]], model: PreTrainedModel, geometry: KVGeometry
+) -> bytes:
+    """The fingerprint of a model with these digests of its tensors."""
     # A checkpoint of tied embeddings has the output embedding or not: the same either way.
-    first, last = map(partial(_weight_of, model), ("get_input_embeddings", "get_output_embeddings"))
-    if contents.get(first) == contents.get(last):
-        contents.pop(last, None)
-    return _digest(settings=_settings(model), geometry=repr(geometry), tensors=contents)
+    first, last = embeddings(model)
+    is_tied = contents.get(first) == contents.get(last)
+    counted = {name: each for name, each in contents.items() if not (is_tied and name == last)}
+    return _digest(settings=_settings(model), geometry=repr(geometry), tensors=counted)
+
+
+def embeddings(model: PreTrainedModel) -> tuple[str, str]:
+    """The names of the weights of the input and the output embedding."""
+    return (
+        _weight_of(model, "get_input_embeddings"),
+        _weight_of(model, "get_output_embeddings"),
+    )
 
 
 def adapter_digest(model: torch.nn.Module, slot: str) -> bytes:
@@ -132,7 +147,7 @@ def _settings(model: PreTrainedModel) -> dict[str, Any]:
     return settings
 
 
-def _base_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def base_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """What counts of a model without adapters, by the names it has without these.
 
     That is what a checkpoint of it holds, and buffers that no longer follow from the config.

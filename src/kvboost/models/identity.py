@@ -1,40 +1,130 @@
-"""What names a model's K/V, for an engine that runs the model without Transformers."""
+"""What names a model's K/V, for an engine that runs the model without Transformers.
+
+Nothing is loaded: the name comes from the checkpoint's files. docs/adr/0048-name-by-files.md has
+the rule.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvboost.core import KVGeometry
 from kvboost.errors import UnsupportedModel
+from kvboost.models.buffers import compute_buffers
 from kvboost.models.certify import cached_tensors, position_limit, rotary_frequencies
-from kvboost.models.fingerprint import fingerprint
+from kvboost.models.checkpoint import Checkpoint
+from kvboost.models.fingerprint import base_tensors, embeddings, hash_tensors, named_by
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+NUM_LAYERS = 4  # whose K/V is compared: no pattern of layers is longer where all keep all tokens
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The name that Transformers' engine gives a model's K/V, and what there is to know it by."""
+    """The name of a model's K/V, and what there is to know it by."""
 
     fingerprint: bytes
     frequencies: frozenset[tuple[float, ...]]  # at which its keys may turn
-    planes: torch.Tensor  # [planes, heads, tokens, head_dim] of the probe tokens
+    planes: torch.Tensor | None  # [planes, heads, tokens, head_dim] of the probe tokens
+    refusal: str = ""  # why Transformers' engine gives it another name
 
 
 def identify(
-    name: str, dtype: torch.dtype, geometry: KVGeometry, probe: list[int], **arguments: Any
+    name: str,
+    dtype: torch.dtype,
+    geometry: KVGeometry,
+    probe: list[int],
+    kept_in: Path,
+    *,
+    trust_remote_code: bool = False,
+    **arguments: Any,
 ) -> Identity:
-    """Load a model in host memory, where its weights are mapped from their files, and run `probe`.
+    """Name a model by its files, and run `probe` through its first layers.
+
+    `kept_in`: a folder for the digests of files. `arguments`: those of the hub.
 
     Raises:
-        UnsupportedModel: engines do not agree on the positions of such a model.
+        UnsupportedModel: engines do not agree on the positions of such a model, or it has no files.
     """
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **arguments).eval()
+    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **arguments)
+    checkpoint = Checkpoint(name, **arguments)
+    model = _empty(
+        lambda: AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    )
     if position_limit(model) is not None:
         raise UnsupportedModel("its rotary embedding changes with the length of a prompt")
+    tensors = dict(base_tensors(model))
+    absent = {name: tensor for name, tensor in tensors.items() if tensor.is_meta}
+    _, last = embeddings(model)
+    if last not in checkpoint.shapes and config.get_text_config().tie_word_embeddings:
+        absent.pop(last, None)
+    frequencies = frozenset(rotary_frequencies(model))
+    refusal = _refusal(config, absent, checkpoint)
+    if refusal:
+        # Another rule: its tensors are as they are called and stored in the files.
+        contents = checkpoint.digests({}, kept_in)
+        fingerprint = sha256(b"files" + named_by(contents, model, geometry)).digest()
+        return Identity(fingerprint, frequencies, None, refusal)
+    found = checkpoint.digests({name: each.dtype for name, each in absent.items()}, kept_in)
+    buffers = {name: each for name, each in tensors.items() if not each.is_meta}
+    contents = {name: found[name] for name in absent} | hash_tensors(buffers)
+    fingerprint = named_by(contents, model, geometry)
+    try:
+        planes = _first_planes(model, checkpoint, probe)
+    except Exception as error:  # code of others, run in a way of ours
+        planes, refusal = None, f"its first layers cannot be run alone: {error}"
+    return Identity(fingerprint, frequencies, planes, refusal)
+
+
+def _empty(make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """A model without memory for its weights."""
+    with torch.device("meta"):
+        model = make().eval()
+    compute_buffers(model)
+    return model
+
+
+def _refusal(
+    config: PreTrainedConfig, absent: dict[str, torch.Tensor], checkpoint: Checkpoint
+) -> str:
+    if getattr(config, "quantization_config", None):
+        return "its checkpoint is quantised"
+    for name, tensor in absent.items():
+        if checkpoint.shapes.get(name) != list(tensor.shape):
+            return f"Transformers converts its checkpoint: {name} is made from other tensors"
+    return ""
+
+
+def _first_planes(whole: PreTrainedModel, checkpoint: Checkpoint, probe: list[int]) -> torch.Tensor:
+    """What the first layers cache of `probe`, with no more of the embeddings than its tokens."""
+    small = copy.deepcopy(whole.config)
+    text = small.get_text_config()
+    text.num_hidden_layers = min(NUM_LAYERS, text.num_hidden_layers)
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[: text.num_hidden_layers]
+    tokens = sorted(set(probe))
+    text.vocab_size, text.pad_token_id = len(tokens), None
+    model = _empty(lambda: type(whole)._from_config(small, dtype=whole.dtype))  # noqa: SLF001
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if name in checkpoint.shapes:
+            is_cut = checkpoint.shapes[name] != list(tensor.shape)
+            state[name] = checkpoint.read(name, tokens if is_cut else None).to(tensor.dtype)
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    places = torch.tensor([[tokens.index(token) for token in probe]])
     with torch.no_grad():
-        found = dict(cached_tensors(model, torch.tensor([probe]), range(len(probe))))
-    planes = torch.cat([found[plane] for plane in sorted(found)])
-    return Identity(fingerprint(model, geometry), frozenset(rotary_frequencies(model)), planes)
+        found = dict(cached_tensors(model, places, range(len(probe))))
+    return torch.cat([found[plane] for plane in sorted(found)])

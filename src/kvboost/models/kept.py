@@ -1,4 +1,4 @@
-"""What certification found, kept for the next start of the same model in the same software.
+"""What is known of a model, kept for its next start: its certification, digests of its files.
 
 docs/adr/0036-kept-certification.md has the rule. A file that cannot be trusted is a miss.
 """
@@ -16,7 +16,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvboost.core import KVGeometry, Rotation
 
@@ -34,14 +34,14 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 Planes = Mapping[int, Rotation | None]
 
 
-class Certificate:
-    """The place where the rotations of a certified model are kept: its file, or nowhere."""
+class KeptFile:
+    """A JSON object in a folder of the user's own, with a checksum; or nothing."""
 
-    def __init__(self, folder: Path, name: str, about: Mapping[str, str]) -> None:
-        self._folder, self._name, self._about = folder, name, about
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
 
-    def read(self, geometry: KVGeometry) -> tuple[Planes, bool] | None:
-        """The rotations that were kept, and whether attention may be joined; None: certify."""
+    def read(self) -> dict[str, Any] | None:
+        """What was kept, if nobody else can have written it."""
         try:
             if not _is_ours(os.lstat(self._folder)):
                 return None
@@ -49,16 +49,45 @@ class Certificate:
                 if not _is_ours(os.fstat(file.fileno())):
                     return None
                 checksum, text = file.read().split(b"\n", 1)
-            if checksum.decode() != self._checksum(text):
-                return None
-            found = json.loads(text)
+            found = json.loads(text) if checksum.decode() == self._checksum(text) else None
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def write(self, found: Mapping[str, Any]) -> None:
+        """Keep it; a folder that cannot be written is no error."""
+        text = json.dumps(found).encode()
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+                file.write(self._checksum(text).encode() + b"\n" + text)
+            Path(file.name).replace(self._folder / self._name)
+        except OSError as error:
+            log.debug("not kept: %s", error)
+
+    def _checksum(self, text: bytes) -> str:
+        return sha256(self._name.encode() + text).hexdigest()
+
+
+class Certificate:
+    """The place where the rotations of a certified model are kept: its file, or nowhere."""
+
+    def __init__(self, folder: Path, name: str, about: Mapping[str, str]) -> None:
+        self._file, self._about = KeptFile(folder, name), about
+
+    def read(self, geometry: KVGeometry) -> tuple[Planes, bool] | None:
+        """The rotations that were kept, and whether attention may be joined; None: certify."""
+        found = self._file.read()
+        if found is None:
+            return None
+        try:
             rotations = [Rotation(tuple(each[0]), *each[1:]) for each in found["rotations"]]
             planes = {
                 int(plane): None if place is None else rotations[place]
                 for plane, place in found["planes"].items()
             }
             joins = bool(found["joins"])
-        except (OSError, ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError):
             return None
         cached = {plane for group in geometry.groups for plane in group.planes}
         return (planes, joins) if planes.keys() == cached else None
@@ -68,19 +97,7 @@ class Certificate:
         rotations = list(dict.fromkeys(each for each in planes.values() if each is not None))
         places = {n: None if each is None else rotations.index(each) for n, each in planes.items()}
         told = [[each.inv_freq, each.offset, each.layout] for each in rotations]
-        text = json.dumps(
-            {**self._about, "rotations": told, "planes": places, "joins": joins}
-        ).encode()
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-                file.write(self._checksum(text).encode() + b"\n" + text)
-            Path(file.name).replace(self._folder / self._name)
-        except OSError as error:
-            log.debug("the certification is not kept: %s", error)
-
-    def _checksum(self, text: bytes) -> str:
-        return sha256(self._name.encode() + text).hexdigest()
+        self._file.write({**self._about, "rotations": told, "planes": places, "joins": joins})
 
 
 def certificate(

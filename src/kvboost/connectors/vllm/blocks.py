@@ -18,6 +18,8 @@ from kvboost.models.upload import beside, fetched, sent, upload
 if TYPE_CHECKING:
     from kvboost.codecs.base import KV
 
+STAGED_BYTES = 256 << 20  # of device memory, for chunks on their way
+
 
 class PagedCache:
     """The blocks of all layers: read and written as rows, a plane each for K and V."""
@@ -55,15 +57,14 @@ class PagedCache:
         blocks = torch.tensor(block_ids, device=self.device)[positions // self.block_size]
         return blocks * self.block_size + positions % self.block_size
 
-    def put(self, layer: int, kv: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write K and V [2, heads, tokens, head_dim] of a layer."""
-        rows = kv.transpose(1, 2)
+    def put(self, layer: int, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write K and V [2, tokens, heads, head_dim] of a layer."""
         attention = self.layers[layer]
         _put(attention, rows[0].contiguous(), rows[1].contiguous(), attention.kv_cache, slots)
 
-    def take(self, layer: int, block_ids: torch.Tensor) -> torch.Tensor:
-        """K and V [2, heads, tokens, head_dim] of a layer, of all tokens in blocks."""
-        return self._layout.read(self.layers[layer].kv_cache, block_ids)
+    def take(self, block_ids: torch.Tensor) -> torch.Tensor:
+        """K and V [planes, heads, tokens, head_dim] of all tokens in blocks."""
+        return self._layout.read([layer.kv_cache for layer in self.layers], block_ids)
 
     def pick(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """K and V [2, heads, tokens, head_dim] of a layer, of single tokens."""
@@ -83,22 +84,14 @@ class BlockRows:
 
     def write(self, span: Span, kv: KV) -> None:
         """Copy the first `len(span)` tokens of `kv` to the rows of `span`."""
-        slots, (planes,) = self._slots[span.start : span.stop], kv
-        planes = sent(planes, self._cache.device)  # one copy for all layers
-        for layer in range(self._cache.geometry.num_layers):
-            rows = planes[2 * layer : 2 * layer + 2, :, : len(span)]
-            self._cache.put(layer, rows, slots)
+        planes = sent(kv[0], self._cache.device)  # one copy for all layers
+        self._put(planes[:, :, : len(span)].transpose(1, 2), self._slots[span.start : span.stop])
 
     def read(self, span: Span) -> KV:
         """A copy of the rows of `span`, in host memory."""
-        size = self._cache.block_size
-        first, last = span.start // size, -(-span.stop // size)
-        blocks = self._blocks[first:last]
-        part = slice(span.start - first * size, span.stop - first * size)
-        layers = range(self._cache.geometry.num_layers)
-        planes = torch.cat([self._cache.take(layer, blocks)[:, :, part] for layer in layers])
+        planes = self._take(span)
         with beside(self._cache.device):
-            return [fetched(planes)]
+            return [fetched(planes).contiguous()]
 
     def turn(self, span: Span, change: Callable[[KV], None]) -> None:
         """Change the rows of `span`."""
@@ -107,6 +100,56 @@ class BlockRows:
             rows = self.read(part)
             change(rows)
             self.write(part, rows)
+
+    def _put(self, planes: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write planes [planes, tokens, heads, head_dim]."""
+        for layer in range(self._cache.geometry.num_layers):
+            self._cache.put(layer, planes[2 * layer : 2 * layer + 2], slots)
+
+    def _take(self, span: Span) -> torch.Tensor:
+        """Planes [planes, heads, tokens, head_dim] of the rows of `span`, on the device."""
+        size = self._cache.block_size
+        first, last = span.start // size, -(-span.stop // size)
+        blocks = self._blocks[first:last]
+        part = slice(span.start - first * size, span.stop - first * size)
+        return self._cache.take(blocks)[:, :, part]
+
+
+class StagedRows(BlockRows):
+    """Rows of one save or one load: on a GPU many chunks at a time, a few kernels a layer.
+
+    While they are read nobody may write them; `flush` ends writing.
+    """
+
+    def __init__(self, cache: PagedCache, block_ids: Sequence[int]) -> None:
+        super().__init__(cache, block_ids)
+        is_staged = cache.device.type != "cpu"
+        self._most = STAGED_BYTES // cache.geometry.bytes_per_token if is_staged else 0
+        self._taken, self._planes = Span(0, 0), torch.empty(0)
+        self._waiting: list[tuple[Span, torch.Tensor]] = []  # to be written
+
+    def write(self, span: Span, kv: KV) -> None:
+        """Take the first `len(span)` tokens of `kv` for the rows of `span`."""
+        self._waiting.append((span, kv[0][:, :, : len(span)]))
+        if sum(len(span) for span, _ in self._waiting) >= self._most:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was taken."""
+        if not self._waiting:
+            return
+        planes = [sent(each, self._cache.device).transpose(1, 2) for _, each in self._waiting]
+        slots = [self._slots[span.start : span.stop] for span, _ in self._waiting]
+        self._waiting = []
+        self._put(torch.cat(planes, dim=1), torch.cat(slots))
+
+    def _take(self, span: Span) -> torch.Tensor:
+        if not (self._taken.start <= span.start and span.stop <= self._taken.stop):
+            # A prompt is saved from its end to its beginning.
+            self._taken = Span(min(span.start, max(0, span.stop - self._most)), span.stop)
+            self._planes = super()._take(self._taken)
+        first = span.start - self._taken.start
+        return self._planes[:, :, first : first + len(span)]
 
 
 def _put(layer: Any, *rows: torch.Tensor) -> None:

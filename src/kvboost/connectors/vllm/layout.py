@@ -7,7 +7,7 @@ numbers, and where these turn up is the arrangement.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,13 +27,14 @@ class Layout:
     block_dim: int  # of a layer's tensor: which of its dimensions counts blocks
     places: torch.Tensor  # [2, heads, block_size, head_dim]: where in a block each number lies
 
-    def read(self, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """K and V [2, heads, tokens, head_dim] of all tokens in blocks."""
-        picked = cache.index_select(self.block_dim, blocks).movedim(self.block_dim, 0)
-        kinds, heads, _, dim = self.places.shape
-        rows = picked.reshape(len(blocks), -1).index_select(1, self.places.reshape(-1))
-        rows = rows.view(len(blocks), *self.places.shape)
-        return rows.permute(1, 2, 0, 3, 4).reshape(kinds, heads, -1, dim)
+    def read(self, caches: Sequence[torch.Tensor], blocks: torch.Tensor) -> torch.Tensor:
+        """K and V [2 * layers, heads, tokens, head_dim] of all tokens in blocks of layers."""
+        dim, shape = self.block_dim, (len(caches), len(blocks))
+        picked = torch.stack([cache.index_select(dim, blocks) for cache in caches])
+        rows = picked.movedim(dim + 1, 1).reshape(*shape, -1)
+        rows = rows.index_select(2, self.places.reshape(-1)).view(*shape, *self.places.shape)
+        _, heads, _, head_dim = self.places.shape
+        return rows.permute(0, 2, 3, 1, 4, 5).reshape(2 * shape[0], heads, -1, head_dim)
 
     def pick(
         self, cache: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor

@@ -139,7 +139,8 @@ class _Correction:
         for patch in self._patches:
             spread.apply(patch, stored[:, :, patch.start : patch.stop], fresh)
         stored.index_copy_(2, self._computed, fresh)
-        self._cache.put(layer, stored.index_select(2, self._corrected), self._corrected_slots)
+        rows = stored.index_select(2, self._corrected).transpose(1, 2)
+        self._cache.put(layer, rows, self._corrected_slots)
 
 
 def _parts(positions: Sequence[int], most_runs: int, most_tokens: int) -> Iterator[list[Span]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvboost.config import Options
+from kvboost.config import Options, certified_folder
 from kvboost.connectors.vllm.blocks import PagedCache
 from kvboost.connectors.vllm.certify import (
     NUM_KNOWN,
@@ -32,6 +33,8 @@ from kvboost.reuse.repair import Repair
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+log = logging.getLogger(__name__)
 
 
 class Start:
@@ -91,7 +94,7 @@ class Start:
         return replace(self._options, disk_cache_dir=str(Path(folder) / own))
 
     def _identify(self, geometry: KVGeometry) -> Identity:
-        """Name the model as a Transformers process does, so that both find each other's K/V."""
+        """Name the model, as a Transformers process does where its files allow it."""
         model, (group,) = self._vllm_config.model_config, geometry.groups
         whole = PlaneGroup(group.planes, model.get_total_num_kv_heads(), group.head_dim)
         try:
@@ -100,6 +103,7 @@ class Start:
                 model.dtype,
                 KVGeometry(geometry.num_layers, (whole,), geometry.dtype, geometry.itemsize),
                 self._probe,
+                certified_folder(),
                 revision=model.revision,
                 trust_remote_code=model.trust_remote_code,
                 cache_dir=self._vllm_config.load_config.download_dir,
@@ -107,7 +111,7 @@ class Start:
         except UnsupportedModel:
             raise
         except Exception as error:
-            raise UnsupportedModel(f"Transformers cannot load {model.model}: {error}") from error
+            raise UnsupportedModel(f"{model.model} cannot be named: {error}") from error
 
     def certify(self, model: Any, worker: WorkerSide) -> None:
         """Let a worker use K/V that Transformers has stored, and moved text.
@@ -123,16 +127,19 @@ class Start:
             raise UnsupportedModel("its positions have several dimensions")
         if config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe:
             raise UnsupportedModel("its experts are spread over engines that go in step")
-        if config.model_config.quantization or config.model_config.hf_overrides:
-            raise UnsupportedModel("vLLM was told to change the model")
         backend = cache.layers[0].get_attn_backend()
         if getattr(backend, "forward_includes_kv_cache_update", True):
             raise UnsupportedModel(f"{backend.get_name()} writes K/V while it attends")
         sparse = SparseModel(model, cache, config)
         vocabulary = config.model_config.get_vocab_size()
         check_sparse_prefill(sparse, cache, vocabulary, self._scratch_blocks)
-        check_known(sparse, cache, self._probe, identity.planes)
-        worker.name_model(identity.fingerprint)
+        is_changed = config.model_config.quantization or config.model_config.hf_overrides
+        if identity.planes is not None and not is_changed:
+            check_known(sparse, cache, self._probe, identity.planes)
+            worker.name_model(identity.fingerprint)
+        else:
+            why = identity.refusal or "vLLM was told to change the model"
+            log.info("K/V is not shared with engines on Transformers: %s", why)
         longest = config.model_config.max_model_len
         rotations = measure_rotations(sparse, cache, vocabulary, identity.frequencies, longest)
         if rotations.refusal:

@@ -17,7 +17,7 @@ import torch
 
 from kvboost.build import build_store
 from kvboost.config import Options
-from kvboost.connectors.vllm.blocks import BlockRows, PagedCache
+from kvboost.connectors.vllm.blocks import BlockRows, PagedCache, StagedRows
 from kvboost.connectors.vllm.messages import (
     Audit,
     Bring,
@@ -258,7 +258,9 @@ class WorkerSide:
         try:
             plan = self._own_plan(load)
             with self._stream(0, given):
-                placed = self._assemble(plan, load, BlockRows(self.cache, load.block_ids))
+                rows = StagedRows(self.cache, load.block_ids)
+                placed = self._assemble(plan, load, rows)
+                rows.flush()
             stop = placed.plan.matches[-1].span.stop if placed.plan.matches else load.start
         except Exception:
             log.exception("K/V could not be loaded, and is computed instead")
@@ -324,7 +326,7 @@ class WorkerSide:
             space = self._space(save.tenant)
             chunks = split(save.tokens, self._options.chunk_size)
             with self._stream(1, written):
-                rows = BlockRows(self.cache, save.block_ids)
+                rows = StagedRows(self.cache, save.block_ids)
                 commit(rows, chunks, derive(chunks, space), space, self._store)
         except Exception:
             log.exception("K/V could not be saved")
