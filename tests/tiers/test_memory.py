@@ -180,6 +180,28 @@ def test_a_put_into_a_full_tier_takes_the_same_steps_at_any_size(
     assert most_lines(16_000) < 1.5 * most_lines(1_000)
 
 
+def test_a_tenant_that_stores_a_lot_leaves_room_for_the_writes_of_others() -> None:
+    tier = MemoryTier(budget_bytes=200)
+    owners = {b"a": 1, b"b": 2}
+    for name, owner in owners.items():
+        for number in range(10):
+            tier.put({PrefixKey(name + b"%d" % number): owned(owner, 10)})
+    held = {
+        name: [n for n in range(10) if tier.hold(PrefixKey(name + b"%d" % n))] for name in owners
+    }
+    assert len(held[b"a"]) == 7 and len(held[b"b"]) == 2
+    for number in held[b"a"]:
+        tier.release(PrefixKey(b"a%d" % number))
+    assert all(tier.hold(PrefixKey(b"b%d" % number)) for number in range(7))
+
+
+def test_a_tenant_alone_has_all_the_room_for_writes() -> None:
+    tier = MemoryTier(budget_bytes=200)
+    for number in range(20):
+        tier.put({PrefixKey(b"%d" % number): owned(1, 10)})
+    assert sum(tier.hold(PrefixKey(b"%d" % number)) for number in range(20)) == 10
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 19)), max_size=80))
 def test_chunks_whose_pins_and_holds_have_ended_can_be_evicted_again(
     operations: list[tuple[int, int]],

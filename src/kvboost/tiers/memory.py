@@ -17,6 +17,7 @@ from kvboost.tiers.base import StoredChunk, TierStats
 from kvboost.tiers.eviction import ReuseDensity
 
 MUCH_PINNED = 0.5  # of the budget
+MOST_OF_FREE = 3  # what one of several tenants may have on hold, in multiples of what is free then
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 @dataclass
 class _Hold:
     size_bytes: int
+    owner: Owner
     count: int = 0
 
 
@@ -52,6 +54,7 @@ class MemoryTier:
         self._ends_of_pins: list[tuple[float, FrameKey]] = []  # a heap; pins may last longer
         self._holds: dict[FrameKey, _Hold] = {}
         self._on_hold_bytes = 0
+        self._on_hold_of: Counter[Owner] = Counter()
 
     def get(self, keys: Sequence[FrameKey]) -> dict[FrameKey, StoredChunk]:
         """The chunks of those `keys` that are here.
@@ -113,15 +116,22 @@ class MemoryTier:
     def hold(self, key: FrameKey) -> bool:
         """Keep `key` from being evicted until it is released, once for every hold.
 
-        Half of the budget at most: otherwise False, and nothing is held.
+        Half of the budget at most: otherwise False, and nothing is held. With several tenants, one
+        never has it all: what is free bounds the share of each.
         """
         with self._lock:
             if key not in self._holds:
                 chunk = self._chunks.get(key)
-                if chunk is None or 2 * (self._on_hold_bytes + chunk.nbytes) > self._budget_bytes:
+                if chunk is None:
+                    return False
+                owner, is_shared = _owner_of(chunk), len(self._held_bytes) > 1
+                free_bytes = self._budget_bytes // 2 - self._on_hold_bytes - chunk.nbytes
+                own_bytes = self._on_hold_of[owner] + chunk.nbytes
+                if free_bytes < 0 or (is_shared and own_bytes > MOST_OF_FREE * free_bytes):
                     return False
                 self._on_hold_bytes += chunk.nbytes
-                self._holds[key] = _Hold(chunk.nbytes)
+                self._on_hold_of[owner] += chunk.nbytes
+                self._holds[key] = _Hold(chunk.nbytes, owner)
             self._holds[key].count += 1
             return True
 
@@ -132,6 +142,9 @@ class MemoryTier:
             hold.count -= 1
             if not hold.count:
                 self._on_hold_bytes -= hold.size_bytes
+                self._on_hold_of[hold.owner] -= hold.size_bytes
+                if not self._on_hold_of[hold.owner]:
+                    del self._on_hold_of[hold.owner]
                 del self._holds[key]
                 self._let_go(key)
 
