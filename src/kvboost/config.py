@@ -19,6 +19,7 @@ BUSY_SHARE = 0.5  # of the cores, in use by others
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?)B|B)?")
 POWERS = {None: 0, "K": 1, "M": 2, "G": 3, "T": 4}
 LEAST_SECRET = 16  # characters
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 EXACT_BITS = 16  # of `kv_cache_bits`: as the model computes it, whatever its dtype
 
 

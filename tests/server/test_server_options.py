@@ -81,6 +81,12 @@ def test_sizes_have_units(text: str, num_bytes: int) -> None:
     assert read("", {"KVBOOST_MAX_CACHE_BYTES": text})[1].max_cache_bytes == num_bytes
 
 
+@pytest.mark.parametrize("short", ["fp32", "float32"])
+def test_dtypes_have_short_names(short: str) -> None:
+    assert read(f"--dtype {short}")[0].dtype == "float32"
+    assert read(environ={"KVBOOST_DTYPE": short})[0].dtype == "float32"
+
+
 def test_texts_become_the_types_of_their_options() -> None:
     server, engine = read(
         "--warm a --warm b --no-strict --deterministic --drain-s 2 --num-blocks none",

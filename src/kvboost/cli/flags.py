@@ -13,12 +13,11 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, get_args
 
-from kvboost.config import Options
+from kvboost.config import SHORT_DTYPES, Options
 from kvboost.core import ReuseMode
 
 WIDTH = 90  # of descriptions
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def about(parser: argparse.ArgumentParser, text: str, *examples: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from kvboost.config import MIB, Options, about, checked, unknown_option
+from kvboost.config import MIB, SHORT_DTYPES, Options, about, checked, unknown_option
 from kvboost.errors import ConfigError
 from kvboost.server.logs import LogStyle
 
@@ -315,7 +315,7 @@ def _value(hint: Any, written: Any) -> Any:
             return hint(written)
         except ValueError:
             return written
-    return written
+    return SHORT_DTYPES.get(written, written) if get_origin(hint) is Literal else written
 
 
 def _check_text(name: str, hint: Any, value: Any) -> None:
