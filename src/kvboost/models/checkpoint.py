@@ -47,7 +47,7 @@ class Checkpoint:
     def digests(self, dtypes: Mapping[str, torch.dtype], folder: Path) -> dict[str, list[Any]]:
         """Dtype, shape and BLAKE3 of each tensor, once converted to its type in `dtypes`.
 
-        Those of a file are kept in `folder` for as long as its size, time and inode stay.
+        Those of a file are kept in `folder` for as long as its size, times and inode stay.
         """
         found: dict[str, list[Any]] = {}
         for path in self._files:
@@ -81,6 +81,8 @@ def _digests(path: str, dtypes: Mapping[str, torch.dtype]) -> dict[str, list[Any
 
 def _version(path: str, dtypes: Mapping[str, torch.dtype]) -> str:
     """A name for a file as it is now, and for what its tensors are converted to."""
-    file, found = Path(path).resolve(), os.stat(path)
-    about = str(file), found.st_size, found.st_mtime_ns, found.st_ino, sorted(dtypes.items())
-    return sha256(repr(about).encode()).hexdigest()
+    found = os.stat(path)
+    # The time of the last change of its inode cannot be set, unlike that of its content.
+    times = found.st_mtime_ns, found.st_ctime_ns
+    file = str(Path(path).resolve()), found.st_size, found.st_ino, *times
+    return sha256(repr((file, sorted(dtypes.items()))).encode()).hexdigest()
