@@ -30,8 +30,8 @@ def put(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torc
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     bytes_per_token = 2 * NUM_LAYERS * HEADS * HEAD_DIM * 2
-    # As of K/V with 128 KB a token: a quarter of this prompt.
-    monkeypatch.setattr(blocks, "STAGED_BYTES", NUM_TOKENS // 4 * bytes_per_token)
+    # As of K/V with 128 KB a token: an eighth of this prompt.
+    monkeypatch.setattr(blocks, "STAGED_BYTES", NUM_TOKENS // 8 * bytes_per_token)
     with pretended(total_bytes=1 << 28) as device:
         yield device
 
@@ -60,7 +60,8 @@ def test_a_prompt_of_8k_tokens_is_loaded_and_saved_in_few_copies_and_launches(
         for span in SPANS:
             rows.write(span, [planes[:, :, span.start : span.stop].clone()])
         rows.flush()
-        loading = device.num_launches, len(device.copies)
+        num_puts = device.by_kernel["index_copy_"] // 2  # vLLM's kernel is one launch
+        loading = device.num_launches - num_puts, len(device.copies)
     rows = StagedRows(cache, block_ids)
     with device.counted():
         found = {span: rows.read(span)[0] for span in reversed(SPANS)}  # as chunks are stored

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from kvboost.errors import UnsupportedModel
 from kvboost.models.certify import cached_tensors, measure_geometry, rotary_frequencies
-from kvboost.models.fingerprint import fingerprint, hash_tensors
+from kvboost.models.fingerprint import described, fingerprint
 from kvboost.models.identity import Identity, identify
 from tiny_models import SUPPORTED, build
 
@@ -86,12 +86,12 @@ def test_a_second_start_reads_no_tensor_and_a_changed_byte_is_found(
     first = found_in(folder)
     num_hashed = 0
 
-    def counted(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Any]]:
+    def counted(tensor: torch.Tensor) -> list[Any]:
         nonlocal num_hashed
-        num_hashed += len(tensors)
-        return hash_tensors(tensors)
+        num_hashed += 1
+        return described(tensor)
 
-    monkeypatch.setattr("kvboost.models.checkpoint.hash_tensors", counted)
+    monkeypatch.setattr("kvboost.models.checkpoint.described", counted)
     assert found_in(folder).fingerprint == first.fingerprint and num_hashed == 0
     file = sorted(tmp_path.glob("*.safetensors"))[0]
     before = file.stat()
@@ -139,6 +139,41 @@ def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
         file.unlink()
     with pytest.raises(UnsupportedModel, match="no safetensors files"):
         identify(folder, torch.float32, geometry, PROBE, tmp_path)
+
+
+@pytest.mark.parametrize("other", ["model.safetensors", "consolidated.safetensors"])
+def test_two_sets_of_files_are_refused(tmp_path: Path, other: str) -> None:
+    folder = saved(tmp_path, "llama")
+    geometry = measure_geometry(build(*SUPPORTED["llama"]))
+    (tmp_path / other).write_bytes(b"")
+    with pytest.raises(UnsupportedModel, match="several sets of weights"):
+        identify(folder, torch.float32, geometry, PROBE, tmp_path)
+
+
+def test_weights_of_8_bits_are_quantised_whatever_the_config_says(tmp_path: Path) -> None:
+    model = build(*SUPPORTED["llama"])
+    model.save_pretrained(tmp_path)
+    geometry, names = measure_geometry(model), set()
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(each for each in tensors if "q_proj" in each)
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    for scale in (1.0, 2.0):
+        tensors["scale"] = torch.tensor([scale])
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        found = identify(str(tmp_path), torch.float32, geometry, PROBE, tmp_path / "kept")
+        assert found.refusal == "its checkpoint is quantised" and found.planes is None
+        names.add(found.fingerprint)
+    assert len(names) == 2
+
+
+def test_a_model_that_the_engine_changes_has_a_name_of_its_own(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "llama")
+    geometry = measure_geometry(build(*SUPPORTED["llama"]))
+    plain, changed = (
+        identify(folder, torch.float32, geometry, PROBE, tmp_path / "kept", is_changed=each)
+        for each in (False, True)
+    )
+    assert plain.fingerprint != changed.fingerprint and changed.planes is None
 
 
 @pytest.mark.parametrize("name", ["llama-dynamic", "phi3-longrope"])

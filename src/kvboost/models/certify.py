@@ -201,7 +201,7 @@ def rotary_frequencies(model: torch.nn.Module) -> set[tuple[float, ...]]:
     return {
         tuple(buffer.cpu().double().tolist())
         for name, buffer in model.named_buffers()
-        if name.endswith("inv_freq") and "original" not in name
+        if name.endswith("inv_freq") and "original" not in name and not buffer.is_meta
     }
 
 

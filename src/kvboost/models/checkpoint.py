@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +16,20 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from kvboost.errors import UnsupportedModel
-from kvboost.models.fingerprint import NUM_THREADS, hash_tensors
+from kvboost.models.fingerprint import NUM_THREADS, described
 from kvboost.models.kept import KeptFile
+
+VERSION = 1  # of kept digests
+NUM_PAGES, PAGE_BYTES = 256, 4096  # of a file, that are looked at before its digests are trusted
+CONSOLIDATED = "consolidated.safetensors"  # Mistral's own format, which vLLM prefers
+SETS = (
+    SAFE_WEIGHTS_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    CONSOLIDATED,
+    f"{CONSOLIDATED}.index.json",
+)
+
+log = logging.getLogger(__name__)
 
 
 class Checkpoint:
@@ -26,28 +39,35 @@ class Checkpoint:
         """`arguments`: those of the hub (`revision`, `cache_dir`).
 
         Raises:
-            UnsupportedModel: there are none.
+            UnsupportedModel: there are none, or more than one set of them.
         """
-        try:
-            self._files: Sequence[str] = [cached_file(name, SAFE_WEIGHTS_NAME, **arguments)]
-        except OSError:
-            try:
-                index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **arguments)
-            except OSError as error:
-                raise UnsupportedModel(f"{name} has no safetensors files") from error
-            self._files, _ = get_checkpoint_shard_files(name, index, **arguments)
+        found = {file: _found(name, file, arguments) for file in SETS}
+        if len(sets := [file for file, path in found.items() if path]) != 1:
+            # With several, engines differ in which one they load.
+            what = (
+                f"several sets of weights ({', '.join(sets)})" if sets else "no safetensors files"
+            )
+            raise UnsupportedModel(f"{name} has {what}")
+        if not (path := found[SAFE_WEIGHTS_NAME] or found[SAFE_WEIGHTS_INDEX_NAME]):
+            raise UnsupportedModel(f"{name} has {sets[0]} only, in a format of its own")
+        self._files: Sequence[str] = [path]
+        if sets == [SAFE_WEIGHTS_INDEX_NAME]:
+            self._files, _ = get_checkpoint_shard_files(name, path, **arguments)
         self._holder: dict[str, str] = {}
         self.shapes: dict[str, list[int]] = {}  # of its tensors, by their names
+        self.dtypes: set[str] = set()  # as safetensors calls them
         for path in self._files:
             with safe_open(path, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
                     self._holder[name] = path
-                    self.shapes[name] = opened.get_slice(name).get_shape()
+                    tensor = opened.get_slice(name)
+                    self.shapes[name] = tensor.get_shape()
+                    self.dtypes.add(tensor.get_dtype())
 
     def digests(self, dtypes: Mapping[str, torch.dtype], folder: Path) -> dict[str, list[Any]]:
         """Dtype, shape and BLAKE3 of each tensor, once converted to its type in `dtypes`.
 
-        Those of a file are kept in `folder` for as long as its size, times and inode stay.
+        Those of a file are kept in `folder` for as long as it stays as it is.
         """
         found: dict[str, list[Any]] = {}
         for path in self._files:
@@ -62,9 +82,21 @@ class Checkpoint:
     def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
         """A tensor, or some rows of it."""
         with safe_open(self._holder[name], "pt") as opened:
+            if rows is None:
+                whole: torch.Tensor = opened.get_tensor(name)  # mapped, not copied
+                return whole
             found = opened.get_slice(name)
-            pieces = [slice(None)] if rows is None else [slice(row, row + 1) for row in rows]
-            return torch.cat([found[piece] for piece in pieces])
+            return torch.cat([found[row : row + 1] for row in rows])
+
+
+def _found(name: str, file: str, arguments: dict[str, Any]) -> str:
+    """The path of a file, or nothing."""
+    try:
+        found: str = cached_file(name, file, **arguments)
+    except OSError as error:
+        log.debug("%s", error)
+        return ""
+    return found
 
 
 def _digests(path: str, dtypes: Mapping[str, torch.dtype]) -> dict[str, list[Any]]:
@@ -72,8 +104,7 @@ def _digests(path: str, dtypes: Mapping[str, torch.dtype]) -> dict[str, list[Any
 
         def digest(name: str) -> list[Any]:
             tensor = opened.get_tensor(name)
-            converted = tensor.to(dtypes.get(name, tensor.dtype))
-            return hash_tensors({name: converted})[name]
+            return described(tensor.to(dtypes.get(name, tensor.dtype)))
 
         names = list(opened.keys())
         return dict(zip(names, pool.map(digest, names), strict=True))
@@ -82,7 +113,13 @@ def _digests(path: str, dtypes: Mapping[str, torch.dtype]) -> dict[str, list[Any
 def _version(path: str, dtypes: Mapping[str, torch.dtype]) -> str:
     """A name for a file as it is now, and for what its tensors are converted to."""
     found = os.stat(path)
-    # The time of the last change of its inode cannot be set, unlike that of its content.
+    file = str(Path(path).resolve()), found.st_dev, found.st_ino, found.st_size
+    # Programs can set the first of the times. In images of containers both may be constants.
     times = found.st_mtime_ns, found.st_ctime_ns
-    file = str(Path(path).resolve()), found.st_size, found.st_ino, *times
-    return sha256(repr((file, sorted(dtypes.items()))).encode()).hexdigest()
+    about = repr((VERSION, file, times, sorted(dtypes.items())))
+    digest = sha256(about.encode())
+    with open(path, "rb") as opened:
+        for start in range(0, found.st_size, max(PAGE_BYTES, found.st_size // NUM_PAGES)):
+            opened.seek(start)
+            digest.update(opened.read(PAGE_BYTES))
+    return digest.hexdigest()

@@ -112,10 +112,16 @@ def hash_tensors(
     with ThreadPoolExecutor(NUM_THREADS if forget is None else 1) as pool:
         found = pool.map(partial(_hash, forget=forget), each.values())
         digests = dict(zip(each, found, strict=True))
-    return {
-        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), digests[id(tensor)]]
-        for name, tensor in tensors.items()
-    }
+    return {name: _with(digests[id(tensor)], tensor) for name, tensor in tensors.items()}
+
+
+def described(tensor: torch.Tensor) -> list[Any]:
+    """Dtype, shape and BLAKE3 of a tensor."""
+    return _with(_hash(tensor, forget=None), tensor)
+
+
+def _with(digest: str, tensor: torch.Tensor) -> list[Any]:
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), digest]
 
 
 def _hash(tensor: torch.Tensor, forget: Callable[[torch.Tensor], None] | None) -> str:

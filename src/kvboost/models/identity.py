@@ -7,7 +7,7 @@ the rule.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 NUM_LAYERS = 4  # whose K/V is compared: no pattern of layers is longer where all keep all tokens
 
+PLAIN = {"F16", "BF16", "F32"}  # dtypes of weights that are not quantised
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -43,26 +45,29 @@ def identify(
     name: str,
     dtype: torch.dtype,
     geometry: KVGeometry,
-    probe: list[int],
+    probe: Sequence[int],
     kept_in: Path,
     *,
+    is_changed: bool = False,
     trust_remote_code: bool = False,
+    code_revision: str | None = None,
     **arguments: Any,
 ) -> Identity:
     """Name a model by its files, and run `probe` through its first layers.
 
-    `kept_in`: a folder for the digests of files. `arguments`: those of the hub.
+    `kept_in`: a folder for the digests of files. `is_changed`: the engine does not run the model as
+    its files say. `arguments`: those of the hub.
 
     Raises:
         UnsupportedModel: engines do not agree on the positions of such a model, or it has no files.
     """
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **arguments)
+    code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(name, **code, code_revision=code_revision, **arguments)
     checkpoint = Checkpoint(name, **arguments)
-    model = _empty(
-        lambda: AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=trust_remote_code
-        )
-    )
+    if trust_remote_code and getattr(config, "auto_map", None):
+        revision = code_revision or arguments.get("revision")
+        code |= {"code_revision": revision, "cache_dir": arguments.get("cache_dir")}
+    model = _empty(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype, **code))
     if position_limit(model) is not None:
         raise UnsupportedModel("its rotary embedding changes with the length of a prompt")
     tensors = dict(base_tensors(model))
@@ -71,7 +76,7 @@ def identify(
     if last not in checkpoint.shapes and config.get_text_config().tie_word_embeddings:
         absent.pop(last, None)
     frequencies = frozenset(rotary_frequencies(model))
-    refusal = _refusal(config, absent, checkpoint)
+    refusal = _refusal(config, absent, checkpoint, is_changed=is_changed)
     if refusal:
         # Another rule: its tensors are as they are called and stored in the files.
         contents = checkpoint.digests({}, kept_in)
@@ -82,7 +87,7 @@ def identify(
     contents = {name: found[name] for name in absent} | hash_tensors(buffers)
     fingerprint = named_by(contents, model, geometry)
     try:
-        planes = _first_planes(model, checkpoint, probe)
+        planes = _first_planes(model, checkpoint, probe) if probe else None
     except Exception as error:  # code of others, run in a way of ours
         planes, refusal = None, f"its first layers cannot be run alone: {error}"
     return Identity(fingerprint, frequencies, planes, refusal)
@@ -97,9 +102,15 @@ def _empty(make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
 
 
 def _refusal(
-    config: PreTrainedConfig, absent: dict[str, torch.Tensor], checkpoint: Checkpoint
+    config: PreTrainedConfig,
+    absent: dict[str, torch.Tensor],
+    checkpoint: Checkpoint,
+    *,
+    is_changed: bool,
 ) -> str:
-    if getattr(config, "quantization_config", None):
+    if is_changed:
+        return "the engine was told to change the model"
+    if getattr(config, "quantization_config", None) or not checkpoint.dtypes <= PLAIN:
         return "its checkpoint is quantised"
     for name, tensor in absent.items():
         if checkpoint.shapes.get(name) != list(tensor.shape):
@@ -107,7 +118,9 @@ def _refusal(
     return ""
 
 
-def _first_planes(whole: PreTrainedModel, checkpoint: Checkpoint, probe: list[int]) -> torch.Tensor:
+def _first_planes(
+    whole: PreTrainedModel, checkpoint: Checkpoint, probe: Sequence[int]
+) -> torch.Tensor:
     """What the first layers cache of `probe`, with no more of the embeddings than its tokens."""
     small = copy.deepcopy(whole.config)
     text = small.get_text_config()

@@ -17,7 +17,7 @@ from kvboost.tiers.base import StoredChunk, TierStats
 from kvboost.tiers.eviction import ReuseDensity
 
 MUCH_PINNED = 0.5  # of the budget
-MOST_OF_FREE = 3  # what one of several tenants may have on hold, in multiples of what is free then
+MOST_OF_FREE = 3  # times what is free: the most that one of several tenants may hold
 
 log = logging.getLogger(__name__)
 
@@ -116,8 +116,8 @@ class MemoryTier:
     def hold(self, key: FrameKey) -> bool:
         """Keep `key` from being evicted until it is released, once for every hold.
 
-        Half of the budget at most: otherwise False, and nothing is held. With several tenants, one
-        never has it all: what is free bounds the share of each.
+        Half of the budget at most: otherwise False, and nothing is held. Of several tenants,
+        each may hold at most a multiple of what is still free, so none takes all of it.
         """
         with self._lock:
             if key not in self._holds:

@@ -18,7 +18,8 @@ from kvboost.models.upload import beside, fetched, sent, upload
 if TYPE_CHECKING:
     from kvboost.codecs.base import KV
 
-STAGED_BYTES = 256 << 20  # of device memory, for chunks on their way
+STAGED_BYTES = 128 << 20  # of chunks on their way; they take up to three times as much on a GPU
+FIRST_STAGE = 4  # chunks: most saves are of a few new ones
 
 
 class PagedCache:
@@ -140,13 +141,15 @@ class StagedRows(BlockRows):
             return
         planes = [sent(each, self._cache.device).transpose(1, 2) for _, each in self._waiting]
         slots = [self._slots[span.start : span.stop] for span, _ in self._waiting]
-        self._waiting = []
         self._put(torch.cat(planes, dim=1), torch.cat(slots))
+        self._waiting = []  # not before: after a fault here, the next flush must not succeed
 
     def _take(self, span: Span) -> torch.Tensor:
         if not (self._taken.start <= span.start and span.stop <= self._taken.stop):
             # A prompt is saved from its end to its beginning.
-            self._taken = Span(min(span.start, max(0, span.stop - self._most)), span.stop)
+            ahead = min(self._most, FIRST_STAGE * len(span)) if not self._taken.stop else self._most
+            self._taken = Span(min(span.start, max(0, span.stop - ahead)), span.stop)
+            self._planes = torch.empty(0)  # its memory is needed now
             self._planes = super()._take(self._taken)
         first = span.start - self._taken.start
         return self._planes[:, :, first : first + len(span)]

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PLAIN_FORMATS = ("auto", "hf", "safetensors")  # weights are those of the safetensors files
+
 
 class Start:
     """Builds the worker side of the connector and certifies the model."""
@@ -75,7 +77,7 @@ class Start:
         rank, size = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
         # A rank has some of the heads, which are no use to others; and K/V that was not compared
         # with that of Transformers must not pass for it.
-        name = f"vllm, rank {rank} of {size}, {model.quantization}, {model.hf_overrides}"
+        name = f"vllm, rank {rank} of {size}, {self._changes}"
         worker = WorkerSide(self._own_options(), repairs, cache, is_first=rank == 0)
         worker.name_model(sha256(self._identity.fingerprint + name.encode()).digest())
         return worker
@@ -96,14 +98,19 @@ class Start:
     def _identify(self, geometry: KVGeometry) -> Identity:
         """Name the model, as a Transformers process does where its files allow it."""
         model, (group,) = self._vllm_config.model_config, geometry.groups
+        if (how := self._vllm_config.load_config.load_format) not in PLAIN_FORMATS:
+            raise UnsupportedModel(f"its weights do not come from safetensors files ({how})")
+        is_alone = self._vllm_config.parallel_config.tensor_parallel_size == 1
         whole = PlaneGroup(group.planes, model.get_total_num_kv_heads(), group.head_dim)
         try:
             return identify(
                 model.model,
                 model.dtype,
                 KVGeometry(geometry.num_layers, (whole,), geometry.dtype, geometry.itemsize),
-                self._probe,
+                self._probe if is_alone else [],
                 certified_folder(),
+                is_changed=any(self._changes),
+                code_revision=model.code_revision,
                 revision=model.revision,
                 trust_remote_code=model.trust_remote_code,
                 cache_dir=self._vllm_config.load_config.download_dir,
@@ -133,18 +140,23 @@ class Start:
         sparse = SparseModel(model, cache, config)
         vocabulary = config.model_config.get_vocab_size()
         check_sparse_prefill(sparse, cache, vocabulary, self._scratch_blocks)
-        is_changed = config.model_config.quantization or config.model_config.hf_overrides
-        if identity.planes is not None and not is_changed:
+        if identity.planes is not None:
             check_known(sparse, cache, self._probe, identity.planes)
             worker.name_model(identity.fingerprint)
         else:
-            why = identity.refusal or "vLLM was told to change the model"
-            log.info("K/V is not shared with engines on Transformers: %s", why)
+            log.info("K/V is not shared with Transformers processes: %s", identity.refusal)
         longest = config.model_config.max_model_len
         rotations = measure_rotations(sparse, cache, vocabulary, identity.frequencies, longest)
         if rotations.refusal:
             raise UnsupportedModel(rotations.refusal)
         worker.allow_moved(sparse, rotations.planes)
+
+    @property
+    def _changes(self) -> tuple[Any, ...]:
+        """What makes vLLM's model another one than its files say."""
+        model = self._vllm_config.model_config
+        names = ("quantization", "quantization_config", "hf_overrides", "hf_config_path")
+        return tuple(getattr(model, name, None) for name in names)
 
     @property
     def _probe(self) -> list[int]:
