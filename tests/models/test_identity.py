@@ -86,10 +86,10 @@ def test_a_second_start_reads_no_tensor_and_a_changed_byte_is_found(
     first = found_in(folder)
     num_hashed = 0
 
-    def counted(tensor: torch.Tensor) -> list[Any]:
+    def counted(tensor: torch.Tensor, dtype: torch.dtype) -> list[Any]:
         nonlocal num_hashed
         num_hashed += 1
-        return described(tensor)
+        return described(tensor, dtype)
 
     monkeypatch.setattr("kvboost.models.checkpoint.described", counted)
     assert found_in(folder).fingerprint == first.fingerprint and num_hashed == 0

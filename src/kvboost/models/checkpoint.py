@@ -104,7 +104,7 @@ def _digests(path: str, dtypes: Mapping[str, torch.dtype]) -> dict[str, list[Any
 
         def digest(name: str) -> list[Any]:
             tensor = opened.get_tensor(name)
-            return described(tensor.to(dtypes.get(name, tensor.dtype)))
+            return described(tensor, dtypes.get(name, tensor.dtype))
 
         names = list(opened.keys())
         return dict(zip(names, pool.map(digest, names), strict=True))

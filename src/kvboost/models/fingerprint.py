@@ -112,24 +112,31 @@ def hash_tensors(
     with ThreadPoolExecutor(NUM_THREADS if forget is None else 1) as pool:
         found = pool.map(partial(_hash, forget=forget), each.values())
         digests = dict(zip(each, found, strict=True))
-    return {name: _with(digests[id(tensor)], tensor) for name, tensor in tensors.items()}
+    return {
+        name: [_name(tensor.dtype), list(tensor.shape), digests[id(tensor)]]
+        for name, tensor in tensors.items()
+    }
 
 
-def described(tensor: torch.Tensor) -> list[Any]:
-    """Dtype, shape and BLAKE3 of a tensor."""
-    return _with(_hash(tensor, forget=None), tensor)
+def described(tensor: torch.Tensor, dtype: torch.dtype) -> list[Any]:
+    """What `hash_tensors` finds for a tensor that was converted to `dtype`."""
+    return [_name(dtype), list(tensor.shape), _hash(tensor, dtype=dtype)]
 
 
-def _with(digest: str, tensor: torch.Tensor) -> list[Any]:
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), digest]
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _hash(tensor: torch.Tensor, forget: Callable[[torch.Tensor], None] | None) -> str:
-    digest = blake3()
-    raw = tensor.detach().reshape(-1).view(torch.uint8)
-    for start in range(0, len(raw), PIECE_BYTES):
-        piece = raw[start : start + PIECE_BYTES]
-        digest.update(piece.cpu().numpy().data)
+def _hash(
+    tensor: torch.Tensor,
+    forget: Callable[[torch.Tensor], None] | None = None,
+    dtype: torch.dtype | None = None,
+) -> str:
+    digest, flat = blake3(), tensor.detach().reshape(-1)
+    step = PIECE_BYTES // flat.element_size()
+    for start in range(0, len(flat), step):
+        piece = flat[start : start + step]
+        digest.update(piece.to(dtype or piece.dtype).view(torch.uint8).cpu().numpy().data)
         if forget is not None:
             forget(piece)
     return digest.hexdigest()
