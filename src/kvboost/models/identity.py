@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 NUM_LAYERS = 4  # whose K/V is compared: no pattern of layers is longer where all keep all tokens
-
 PLAIN = {"F16", "BF16", "F32"}  # dtypes of weights that are not quantised
 
 

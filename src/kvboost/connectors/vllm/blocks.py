@@ -130,7 +130,10 @@ class StagedRows(BlockRows):
         self._waiting: list[tuple[Span, torch.Tensor]] = []  # to be written
 
     def write(self, span: Span, kv: KV) -> None:
-        """Take the first `len(span)` tokens of `kv` for the rows of `span`."""
+        """Copy the first `len(span)` tokens of `kv` to the rows of `span`, by the next flush."""
+        if not self._most:
+            super().write(span, kv)
+            return
         self._waiting.append((span, kv[0][:, :, : len(span)]))
         if sum(len(span) for span, _ in self._waiting) >= self._most:
             self.flush()
@@ -142,7 +145,7 @@ class StagedRows(BlockRows):
         planes = [sent(each, self._cache.device).transpose(1, 2) for _, each in self._waiting]
         slots = [self._slots[span.start : span.stop] for span, _ in self._waiting]
         self._put(torch.cat(planes, dim=1), torch.cat(slots))
-        self._waiting = []  # not before: after a fault here, the next flush must not succeed
+        self._waiting = []  # last: after a fault, the next flush tries again or fails the load
 
     def _take(self, span: Span) -> torch.Tensor:
         if not (self._taken.start <= span.start and span.stop <= self._taken.stop):

@@ -98,9 +98,8 @@ def check_known(
     sparse.forward(tokens, range(len(tokens)), [1])
     (ours,) = BlockRows(cache, [1]).read(Span(0, len(tokens)))
     wanted = planes.float()
-    rows = (ours[: len(wanted)].float() - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(
-        1e-12
-    )
+    distances = (ours[: len(wanted)].float() - wanted).norm(dim=-1)
+    rows = distances / wanted.norm(dim=-1).clamp_min(1e-12)
     errors = rows.flatten(1).median(dim=1).values
     plane, limit = int(errors.argmax()), KNOWN_TOLERANCE[cache.geometry.dtype]
     if not errors[plane] <= limit:
