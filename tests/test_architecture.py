@@ -25,7 +25,7 @@ MAX_LINES = {
     "application": 6_000,
     "weights": 800,
     "connectors": 1_775,
-    "bench": 5_350,
+    "bench": 5_525,
     "fleet": 1_800,
     "probe": 1_110,
     "integrations": 150,

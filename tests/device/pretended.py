@@ -594,6 +594,7 @@ def pretended(**traits: Any) -> Iterator[Device]:
         patch.object(
             torch.cuda, "mem_get_info", lambda device=None: (owner.total_bytes, owner.total_bytes)
         ),
+        patch.object(torch.cuda, "max_memory_allocated", lambda device=None: 1 << 20),
         patch.object(
             torch.accelerator, "synchronize", lambda device=None: owner.wait("synchronize")
         ),

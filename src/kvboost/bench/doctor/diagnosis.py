@@ -13,6 +13,7 @@ from kvboost.config import BUSY_SHARE, Options
 MUCH_SPREAD = 1.5  # of equal prefills: the slowest against the fastest
 FEW_ROUNDS = 3  # below, chance decides
 COLD_COST = 1.1  # what reuse may add to the time of new text before it is worth a word
+SLOWER_STEP = 1.1  # of Transformers' decode step: worth a report
 WORTH_SHARE = 0.8  # of the time without reuse; the engine asks as much of moved text
 
 
@@ -32,6 +33,7 @@ def findings(visit: Visit) -> list[Finding]:
         *_certification(visit),
         *_trust(visit),
         *_speed(visit),
+        *_device(visit),
         *_exact(visit),
         *_moved(visit),
         *(finding for tier in visit.tiers for finding in _tier(visit, tier)),
@@ -154,6 +156,27 @@ def _speed(visit: Visit) -> Iterator[Finding]:
             "note",
             f"new text takes at least {cold - 1:.0%} longer with reuse than without, at every "
             "length: reuse costs where nothing comes back",
+        )
+
+
+def _device(visit: Visit) -> Iterator[Finding]:
+    seen = visit.device
+    if seen is None:
+        return
+    copies = ", ".join(f"{kind} {rate(speed)}" for kind, speed in seen.copy_bytes_per_s.items())
+    versions = ", ".join(f"{name} {number}" for name, number in seen.versions.items())
+    yield Finding("note", f"{seen.name} {seen.capability}, {versions}")
+    yield Finding("note", f"attention: {seen.attention}")
+    yield Finding("note", f"a kernel launch takes {seen.launch_us:.1f} us; copies: {copies}")
+    for step in seen.steps:
+        counted = (
+            "" if step.launches is None else f" ({step.launches} launches, {step.waits} waits)"
+        )
+        is_slower = step.engine_ms > SLOWER_STEP * step.transformers_ms
+        yield Finding(
+            "warning" if is_slower else "good",
+            f"a decode step of {step.num_answers} answers takes {step.engine_ms:.1f} ms{counted}, "
+            f"with Transformers alone {step.transformers_ms:.1f} ms",
         )
 
 

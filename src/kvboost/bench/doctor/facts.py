@@ -96,6 +96,32 @@ class Packing:
 
 
 @dataclass(frozen=True)
+class Step:
+    """A decode step of several answers, by the engine and by Transformers alone."""
+
+    num_answers: int
+    engine_ms: float
+    transformers_ms: float = 0.0
+    launches: int | None = None  # of kernels by the engine; None: the profiler cannot see them
+    waits: int | None = None  # of the host for the device
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """A GPU, and the way to it."""
+
+    name: str
+    capability: str
+    total_bytes: int | None
+    versions: dict[str, str]
+    attention: str  # as certified
+    launch_us: float  # of a kernel that does nothing much
+    copy_bytes_per_s: dict[str, float]  # by kind of host memory and direction
+    steps: tuple[Step, ...]
+    peak_bytes: int | None  # of device memory that torch has taken
+
+
+@dataclass(frozen=True)
 class Visit:
     """All of it. Without readings where the model was refused."""
 
@@ -106,6 +132,7 @@ class Visit:
     tiers: tuple[TierSpeed, ...] = ()
     quality: MovedQuality | None = None
     packing: Packing | None = None
+    device: DeviceFacts | None = None  # beside the CPU
 
     @property
     def prefill_ms(self) -> float:

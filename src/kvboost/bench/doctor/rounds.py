@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvboost.engine.results import GenerationResult
 
-LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+LENGTHS = tuple(64 << step for step in range(10))  # to 32K
 LEAST_LENGTHS = 2
 LEAST_ROUNDS = 3  # that lengths are chosen for; a slow machine may come to fewer
 MOST_ROUNDS = 8

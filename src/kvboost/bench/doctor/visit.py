@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvboost.bench.doctor import machine, tier_speed
+from kvboost.bench.doctor import device, machine, tier_speed
 from kvboost.bench.doctor.facts import (
     Machine,
     ModelFacts,
@@ -85,6 +85,9 @@ def visit(wishes: Wishes, say: Say) -> Visit:
         measured = _with_engine(hosted, tokenizer, replace(begun, model=facts), wishes, say)
     finally:
         hosted.release()
+    if measured.device is not None:
+        say("Transformers alone")
+        return replace(measured, device=device.with_plain_steps(measured.device, model))
     packing_s = 3 * (NUM_STEPS + 1) * STEP_TOKENS * median(measured.decode_ms) / 1e3
     has_time = time.perf_counter() + packing_s < until
     return replace(measured, packing=_packing(model, say) if has_time else None)
@@ -119,9 +122,18 @@ def _with_engine(
         int8_bytes_per_token=codec.size(size) // size,
         move_refusal=hosted.rotation_refusal,
     )
-    tiers = tuple(_tiers(wishes, geometry, say))
+    seen = None
+    if hosted.model.device.type != "cpu":
+        say(f"{hosted.model.device.type}: launches, copies, steps of several answers")
+        seen = device.look(parts, tokenizer)
     return replace(
-        begun, model=facts, readings=readings, decode_ms=decode_ms, tiers=tiers, quality=quality
+        begun,
+        model=facts,
+        readings=readings,
+        decode_ms=decode_ms,
+        tiers=tuple(_tiers(wishes, geometry, say)),
+        quality=quality,
+        device=seen,
     )
 
 

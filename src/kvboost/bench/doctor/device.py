@@ -1,0 +1,169 @@
+"""What a GPU, and the way to it, can do."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+from torch.profiler import ProfilerActivity, profile, supported_activities
+
+from kvboost.bench.doctor.facts import DeviceFacts, Step
+from kvboost.build import Parts
+from kvboost.config import MIB
+from kvboost.engine.batch.front import BatchFront
+from kvboost.engine.request import Request, check_arguments
+from kvboost.engine.worker import Worker
+from kvboost.models import kernels
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+NUM_ANSWERS = (1, 16)
+NUM_TOKENS, NUM_NEW = 64, 32
+NUM_KERNELS = 200
+COPIED_BYTES = 32 * MIB
+NUM_TIMES = 5
+PACKAGES = ("torch", "transformers", "triton", "flash-attn")
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+def look(parts: Parts, tokenizer: PreTrainedTokenizerBase) -> DeviceFacts:
+    """All but what needs the model without the engine; see `with_plain_steps`."""
+    device = parts.model.model.device
+    is_cuda = device.type == "cuda"
+    return DeviceFacts(
+        name=torch.cuda.get_device_name(device) if is_cuda else device.type,
+        capability=".".join(map(str, torch.cuda.get_device_capability(device))) if is_cuda else "",
+        total_bytes=torch.cuda.mem_get_info(device)[1] if is_cuda else None,
+        versions={name: found for name in PACKAGES if (found := _version(name))}
+        | ({"cuda": torch.version.cuda} if torch.version.cuda else {}),
+        attention=_attention(parts),
+        launch_us=_launch_us(device),
+        copy_bytes_per_s=_copy_speeds(device),
+        steps=tuple(_step(parts, tokenizer, num_answers) for num_answers in NUM_ANSWERS),
+        peak_bytes=torch.cuda.max_memory_allocated(device) if is_cuda else None,
+    )
+
+
+@torch.no_grad()
+def with_plain_steps(facts: DeviceFacts, model: PreTrainedModel) -> DeviceFacts:
+    """Add the steps of Transformers alone."""
+    steps = [
+        replace(step, transformers_ms=_plain_step_ms(model, step.num_answers))
+        for step in facts.steps
+    ]
+    return replace(facts, steps=tuple(steps))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _attention(parts: Parts) -> str:
+    """What certification has chosen, and what it has refused."""
+    model = parts.model
+    said = [str(model.model.config._attn_implementation)]  # noqa: SLF001
+    said.append("sequences in one kernel" if model.joins else "sequences one by one")
+    if (refusal := kernels.flex_refusals.get(model.model.device)) is not None:
+        said.append(f"no FlexAttention: {refusal}")
+    if model.pack_refusal:
+        said.append(f"no batch: {model.pack_refusal}")
+    return "; ".join(said)
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds, the median of a few after one that is not counted."""
+    times = []
+    for _ in range(NUM_TIMES + 1):
+        torch.accelerator.synchronize(device)
+        started = time.perf_counter()
+        work()
+        torch.accelerator.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return median(times[1:])
+
+
+def _launch_us(device: torch.device) -> float:
+    value = torch.zeros(1, device=device)
+
+    def launch() -> None:
+        for _ in range(NUM_KERNELS):
+            value.add_(1)
+
+    return 1e6 * _timed(launch, device) / NUM_KERNELS
+
+
+def _copy_speeds(device: torch.device) -> dict[str, float]:
+    """Bytes per second by kind of host memory and direction."""
+    there = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
+    hosts = {"pageable": torch.zeros(COPIED_BYTES, dtype=torch.uint8)}
+    if device.type == "cuda":
+        hosts["pinned"] = hosts["pageable"].pin_memory()
+    speeds = {}
+    for kind, host in hosts.items():
+        to_device_s = _timed(partial(there.copy_, host, non_blocking=True), device)
+        to_host_s = _timed(partial(host.copy_, there, non_blocking=True), device)
+        speeds[f"{kind} to device"] = COPIED_BYTES / to_device_s
+        speeds[f"{kind} to host"] = COPIED_BYTES / to_host_s
+    return speeds
+
+
+def _step(parts: Parts, tokenizer: PreTrainedTokenizerBase, num_answers: int) -> Step:
+    """A decode step of the engine; its launches and waits where the profiler sees the device."""
+    worker = Worker()
+    front = BatchFront(parts, tokenizer, worker)
+
+    def answer() -> float:
+        requests = [
+            Request(
+                tokens=_prompt(number),
+                reuse="off",
+                tenant="",
+                adapter=parts.model.adapter,
+                arguments=check_arguments({"min_new_tokens": NUM_NEW + 1}, NUM_NEW + 1),
+            )
+            for number in range(num_answers)
+        ]
+        results = front.run_all(requests)
+        return min(result.total_ms - result.ttft_ms for result in results) / NUM_NEW
+
+    try:
+        answer()
+        step = Step(num_answers, engine_ms=median(answer() for _ in range(NUM_TIMES)))
+        if ProfilerActivity.CUDA not in supported_activities():  # type: ignore[no-untyped-call]
+            return step
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            answer()
+    finally:
+        worker.close()
+    counts = Counter[str]()
+    for event in seen.events():
+        counts["launches"] += event.name.startswith(LAUNCHES)
+        counts["waits"] += event.name.startswith(WAITS)
+    return replace(step, launches=counts["launches"] // NUM_NEW, waits=counts["waits"] // NUM_NEW)
+
+
+def _prompt(number: int) -> list[int]:
+    return [5 + (number + each) % 97 for each in range(NUM_TOKENS)]
+
+
+def _plain_step_ms(model: PreTrainedModel, num_answers: int) -> float:
+    tokens = torch.tensor([_prompt(number) for number in range(num_answers)], device=model.device)
+
+    def seconds(num_new: int) -> float:
+        rules = {"min_new_tokens": num_new, "max_new_tokens": num_new, "do_sample": False}
+        mask = torch.ones_like(tokens)
+        return _timed(lambda: model.generate(tokens, attention_mask=mask, **rules), model.device)
+
+    return 1e3 * (seconds(NUM_NEW + 1) - seconds(1)) / NUM_NEW
