@@ -24,7 +24,7 @@ MAX_LINES = {
     "library": 11_740,
     "application": 6_000,
     "weights": 800,
-    "connectors": 1_775,
+    "connectors": 1_790,
     "bench": 5_525,
     "fleet": 1_800,
     "probe": 1_110,

@@ -43,7 +43,8 @@ def _angles(
     rotation: Rotation, delta: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     angle = torch.tensor(rotation.inv_freq, dtype=torch.float64) * delta
-    return angle.cos().float().to(device), angle.sin().float().to(device)
+    cos, sin = torch.stack((angle.cos(), angle.sin())).float().to(device)
+    return cos, sin
 
 
 def _turn(

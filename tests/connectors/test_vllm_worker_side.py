@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from fake_vllm import (
 )
 from fakes import FaultyDisk, FaultyTier, words
 from kvboost.build import build_repairs
+from kvboost.connectors.vllm import worker_side as worker_module
 from kvboost.connectors.vllm.messages import Bring, Change, Report, Save, StepWork
 from kvboost.connectors.vllm.scheduler_side import SchedulerSide
 from kvboost.connectors.vllm.worker_side import WorkerSide
@@ -304,6 +306,27 @@ def test_of_saves_those_that_are_not_done_are_remembered(
     may_save.set()
     worker.wait_for_saves(["one", "two"])
     assert worker.take_finished(None)[0] == {"one", "two"}
+
+
+def test_saves_behind_a_stuck_one_are_dropped_and_give_their_blocks_back(
+    worker: WorkerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_save = threading.Event()
+    monkeypatch.setattr(ChunkStore, "settle", lambda store: may_save.wait(20))
+    monkeypatch.setattr(worker_module, "MOST_SAVE_WAIT_S", 0.0)
+    fill(worker, HOME, 100)
+    worker.end_step(StepWork(saves=[Save("stuck", PROMPT, "", HOME, is_last=False)]))
+    time.sleep(0.01)
+    late = [
+        Save("late", PROMPT, "", AWAY, is_last=True),
+        Save("stuck", PROMPT, "", HOME, is_last=True),
+    ]
+    worker.end_step(StepWork(saves=late))
+    assert worker.take_finished(None)[0] == {"late"}
+    assert worker.metrics.snapshot()["dropped_writes"] == len(PROMPT) // CHUNK_SIZE
+    may_save.set()
+    worker.wait_for_saves(["stuck"])  # its blocks were being read: it is not dropped
+    assert worker.take_finished(None)[0] == {"stuck"}
 
 
 def brought(worker: WorkerSide, bring: Bring) -> Report:

@@ -56,6 +56,7 @@ def model(smol: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.long
 @pytest.mark.usefixtures("model")
 def test_the_notebook_runs_from_top_to_bottom_on_shorter_pages(tmp_path: Path) -> None:
     source = NOTEBOOK.read_text()

@@ -57,6 +57,7 @@ log = logging.getLogger(__name__)
 
 AUDIT_TOKENS = 128  # computed at once: a request that comes meanwhile waits for no more
 AUDIT_PATIENCE_S = 10.0  # without idle time: an audit holds blocks
+MOST_SAVE_WAIT_S = 2.0  # of the oldest save in the queue; beyond that, new ones are dropped
 IDLE_WAIT_S = 0.005  # for K/V on its way, when the model has nothing to compute
 
 
@@ -126,7 +127,7 @@ class WorkerSide:
         self._loaded: set[str] = set()
         self._saved: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._saves: dict[str, Future[None]] = {}  # the latest one of each request
+        self._saves: dict[str, tuple[Future[None], float]] = {}  # of each request, and since when
         self._audits: deque[tuple[Audit, float, Iterator[Verdict | None]]] = deque()  # since when
         self._report = Report()
         on_cpu = cache.device.type == "cpu"
@@ -181,7 +182,7 @@ class WorkerSide:
         """Before the blocks of requests are taken away from them."""
         for request_id in request_ids:
             if request_id in self._saves:
-                self._saves[request_id].result()
+                self._saves[request_id][0].result()
 
     def take_finished(self, work: StepWork | None) -> tuple[set[str], set[str]]:
         """Requests whose blocks are saved, and whose blocks are loaded or given up."""
@@ -314,8 +315,21 @@ class WorkerSide:
             self._failed_blocks.update(load.block_ids[stop // size : -(-load.stop // size)])
 
     def _start_saving(self, save: Save) -> None:
-        self._saves = {name: each for name, each in self._saves.items() if not each.done()}
-        self._saves[save.request_id] = self._submit(self._saver, self._save, save, self._now())
+        """Queue a save, or drop it: blocks that wait to be saved are missing in vLLM.
+
+        A save that others of its request are before is never dropped: they read its blocks.
+        """
+        self._saves = {name: each for name, each in self._saves.items() if not each[0].done()}
+        now, name = time.monotonic(), save.request_id
+        oldest = min((since for _, since in self._saves.values()), default=now)
+        if now - oldest > MOST_SAVE_WAIT_S and name not in self._saves:
+            num_chunks = len(save.tokens) // self._options.chunk_size
+            self.metrics.add("dropped_writes", num_chunks, tenant=save.tenant)
+            if save.is_last:
+                with self._done:
+                    self._saved.add(name)
+            return
+        self._saves[name] = self._submit(self._saver, self._save, save, self._now()), now
 
     def _now(self) -> torch.Event | None:
         """On a GPU: the end of all that the model was given so far."""
