@@ -23,7 +23,14 @@ from kvboost.models.pool import BlockPool
 from kvboost.models.pooled import PooledChunks
 from kvboost.policy.cost import CostModel
 from kvboost.policy.guard import QualityGuard
-from kvboost.reuse.repair import NoRepair, Repair, SampledRepair, ScoredRepair, SelectiveRepair
+from kvboost.reuse.repair import (
+    NoRepair,
+    QueryRepair,
+    Repair,
+    SampledRepair,
+    ScoredRepair,
+    SelectiveRepair,
+)
 from kvboost.tiers.base import Medium
 from kvboost.tiers.host import HostTier
 from kvboost.tiers.index import ChunkIndex
@@ -175,7 +182,7 @@ def build_repair(options: Options, ratio: float) -> Repair:
         case "cacheblend":
             return ScoredRepair(ratio, lambda evidence: evidence.deviation())
         case "query":
-            return ScoredRepair(ratio, lambda evidence: evidence.attention())
+            return QueryRepair(ratio, options.recompute_overlap)
         case "sensitivity":
             return ScoredRepair(ratio, lambda evidence: evidence.sensitivity())
         case "selective":

@@ -67,9 +67,20 @@ def test_where_nothing_was_moved_nothing_is_chosen(strategy: str) -> None:
     assert made.corrected(ReusePlan(600)) == []
 
 
-@pytest.mark.parametrize("strategy", ["cacheblend", "query", "sensitivity"])
+@pytest.mark.parametrize("strategy", ["cacheblend", "sensitivity"])
 def test_scored_strategies_take_the_highest(strategy: str) -> None:
     assert select(strategy, 0.1) == list(range(560 - 48, 560))  # a tenth of 475
+
+
+def test_a_query_takes_the_passage_that_it_reads_and_samples_the_rest() -> None:
+    evidence = Evidence()
+    evidence.attention = lambda: np.eye(1, 600, 200, dtype=np.float32)[0]  # type: ignore[method-assign]
+    made = build_repair(Options(recompute_strategy="query"), 0.05)
+    chosen = made.select(PLAN, evidence)
+    assert set(range(194, 207)) <= set(chosen)
+    assert all(any(run.start <= p < run.stop for p in chosen) for run in RUNS)
+    assert len(chosen) <= made.expected_rows(PLAN) + len(RUNS)
+    assert made.corrected(PLAN)
 
 
 def test_selective_takes_heads_and_tails() -> None:

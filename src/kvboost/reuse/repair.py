@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 HEAD_PART, EVEN_PART = 1 / 3, 0.6
 NEAR_TOKENS = 8.0  # distance at which a word of the question counts a third
 REACH = 24
+SAMPLED_PART = 0.2  # of what QueryRepair may spend; passages get the rest
+PASSAGE_REACH = 6  # tokens on each side that attention to a token counts for
 LONGEST_QUESTION = 256  # tokens: of a longer live end the last ones are taken for the question
 
 
@@ -87,8 +89,7 @@ class SelectiveRepair(Repair):
 class ScoredRepair(Repair):
     """Computes the tokens that score highest.
 
-    By deviation this is CacheBlend, by attention what newer methods do (the tokens that the
-    question looks at), by sensitivity a ranking made when the text was stored.
+    By deviation this is CacheBlend, by sensitivity a ranking made when the text was stored.
     """
 
     def __init__(self, ratio: float, score: Callable[[Evidence], Scores]) -> None:
@@ -146,6 +147,31 @@ class SampledRepair(Repair):
     def _head_stop(self, run: Span) -> int:
         most = round(HEAD_PART * self._ratio * len(run))
         return run.start + min(self._head_tokens, most)
+
+
+class QueryRepair(SampledRepair):
+    """Computes the passages that the question attends to, and as little elsewhere as corrects it.
+
+    Whole passages, not single tokens: what an answer is read from has to fit together.
+    """
+
+    def __init__(self, ratio: float, head_tokens: int) -> None:
+        super().__init__(SAMPLED_PART * ratio, head_tokens)
+        self._read_ratio = (1 - SAMPLED_PART) * ratio if ratio < 1 else 1.0
+
+    def expected_rows(self, plan: ReusePlan) -> int:
+        """Both parts."""
+        num_moved = sum(len(run) for run in plan.moved)
+        return super().expected_rows(plan) + round(self._read_ratio * num_moved)
+
+    def select(self, plan: ReusePlan, evidence: Evidence) -> list[int]:
+        """Both parts; what is in both is computed once."""
+        if not plan.moved or self._read_ratio == 0:
+            return []
+        window = np.full(2 * PASSAGE_REACH + 1, 1 / (2 * PASSAGE_REACH + 1), np.float32)
+        read = np.convolve(evidence.attention(), window, "same")
+        passages = highest(read, plan, self._read_ratio)
+        return sorted({*super().select(plan, evidence), *passages})
 
 
 def near_question_words(plan: ReusePlan, tokens: Sequence[int]) -> Scores:
