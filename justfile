@@ -49,10 +49,9 @@ test-models:
 vllm *arguments:
     {{python}} -m pytest -q -m vllm {{arguments}}
 
-# What CI runs; a test that fails beside others has a second try by itself
+# What CI runs; a test that fails has a second try
 check: lint
-    {{python}} -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 20 -m 'not vllm and not long' \
-    || ( [ $? = 1 ] && {{python}} -m pytest -q --last-failed --last-failed-no-failures none -m 'not vllm and not long' )
+    {{python}} -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --reruns 1 --durations 20 -m 'not vllm and not long'
 
 # What takes minutes: load, larger models, and the tests of faults and of bodies at full length
 long:

@@ -21,7 +21,7 @@ NAMES = {
     "stored_chunks": "chunks put into the store",
     "evicted_chunks": "chunks that left the store to keep its budget",
     "loaded_chunks": "chunks brought into memory from a tier below it",
-    "dropped_writes": "chunks not written below memory: too many waited, refused, or down",
+    "dropped_writes": "chunks not written: too many waited, refused, or a tier was down",
     "tier_faults": "failures and timeouts of tiers below memory, which became misses",
     "damaged_frames": "frames that did not pass their check, which became misses",
     "foreign_frames": "frames of another tenant, adapter or model, which became misses",

@@ -317,13 +317,10 @@ def test_saves_behind_a_stuck_one_are_dropped_and_give_their_blocks_back(
     fill(worker, HOME, 100)
     worker.end_step(StepWork(saves=[Save("stuck", PROMPT, "", HOME, is_last=False)]))
     time.sleep(0.01)
-    late = [
-        Save("late", PROMPT, "", AWAY, is_last=True),
-        Save("stuck", PROMPT, "", HOME, is_last=True),
-    ]
-    worker.end_step(StepWork(saves=late))
-    assert worker.take_finished(None)[0] == {"late"}
-    assert worker.metrics.snapshot()["dropped_writes"] == len(PROMPT) // CHUNK_SIZE
+    for name, blocks in (("late", AWAY), ("stuck", HOME), ("later", AWAY)):
+        worker.end_step(StepWork(saves=[Save(name, PROMPT, "", blocks, is_last=True)]))
+    assert worker.take_finished(None)[0] == {"late", "later"}
+    assert worker.metrics.snapshot()["dropped_writes"] == 2 * (len(PROMPT) // CHUNK_SIZE)
     may_save.set()
     worker.wait_for_saves(["stuck"])  # its blocks were being read: it is not dropped
     assert worker.take_finished(None)[0] == {"stuck"}

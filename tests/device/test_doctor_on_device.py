@@ -58,4 +58,4 @@ def test_one_page_says_what_a_report_needs(
     assert [step["num_answers"] for step in seen["steps"]] == [1, 16]
     assert all(step["engine_ms"] > 0 and step["transformers_ms"] > 0 for step in seen["steps"])
     texts = [each["text"] for each in page["findings"]]
-    assert sum(text.startswith("a decode step of") for text in texts) == 2
+    assert sum(text.startswith("a decode step at batch size") for text in texts) == 2

@@ -80,7 +80,10 @@ def test_a_query_takes_the_passage_that_it_reads_and_samples_the_rest() -> None:
     assert set(range(194, 207)) <= set(chosen)
     assert all(any(run.start <= p < run.stop for p in chosen) for run in RUNS)
     assert len(chosen) <= made.expected_rows(PLAN) + len(RUNS)
-    assert made.corrected(PLAN)
+    at_border = np.zeros(600, np.float32)
+    at_border[69] = at_border[560] = 1.0  # live text beside moved text
+    evidence.attention = lambda: at_border  # type: ignore[method-assign]
+    assert 559 - 5 not in made.select(PLAN, evidence)
 
 
 def test_selective_takes_heads_and_tails() -> None:

@@ -150,28 +150,32 @@ class SampledRepair(Repair):
 
 
 class QueryRepair(SampledRepair):
-    """Computes the passages that the question attends to, and as little elsewhere as corrects it.
+    """Computes the passages that the question attends to, and a small sample to correct the rest.
 
     Whole passages, not single tokens: what an answer is read from has to fit together.
     """
 
     def __init__(self, ratio: float, head_tokens: int) -> None:
-        super().__init__(SAMPLED_PART * ratio, head_tokens)
-        self._read_ratio = (1 - SAMPLED_PART) * ratio if ratio < 1 else 1.0
+        sampled = SAMPLED_PART * ratio if ratio < 1 else 1.0
+        super().__init__(sampled, head_tokens)
+        self._read_ratio = ratio - sampled if ratio < 1 else 0.0
 
     def expected_rows(self, plan: ReusePlan) -> int:
         """Both parts."""
-        num_moved = sum(len(run) for run in plan.moved)
-        return super().expected_rows(plan) + round(self._read_ratio * num_moved)
+        return super().expected_rows(plan) + round(self._read_ratio * sum(map(len, plan.moved)))
 
     def select(self, plan: ReusePlan, evidence: Evidence) -> list[int]:
         """Both parts; what is in both is computed once."""
+        sampled = super().select(plan, evidence)
         if not plan.moved or self._read_ratio == 0:
-            return []
-        window = np.full(2 * PASSAGE_REACH + 1, 1 / (2 * PASSAGE_REACH + 1), np.float32)
-        read = np.convolve(evidence.attention(), window, "same")
-        passages = highest(read, plan, self._read_ratio)
-        return sorted({*super().select(plan, evidence), *passages})
+            return sampled
+        attention = evidence.attention()
+        read = np.zeros_like(attention)
+        window = np.ones(2 * PASSAGE_REACH + 1, np.float32)
+        for run in plan.moved:  # by itself: attention to its neighbours says nothing about it
+            summed = np.convolve(attention[run.start : run.stop], window)
+            read[run.start : run.stop] = summed[PASSAGE_REACH : PASSAGE_REACH + len(run)]
+        return sorted({*sampled, *highest(read, plan, self._read_ratio)})
 
 
 def near_question_words(plan: ReusePlan, tokens: Sequence[int]) -> Scores:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,13 +11,13 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
-from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from kvboost.bench.doctor.facts import DeviceFacts, Step
 from kvboost.build import Parts
 from kvboost.config import MIB
+from kvboost.core import Sampling
 from kvboost.engine.batch.front import BatchFront
-from kvboost.engine.request import Request, check_arguments
+from kvboost.engine.request import Request
 from kvboost.engine.worker import Worker
 from kvboost.models import kernels
 
@@ -31,8 +30,6 @@ NUM_KERNELS = 200
 COPIED_BYTES = 32 * MIB
 NUM_TIMES = 5
 PACKAGES = ("torch", "transformers", "triton", "flash-attn")
-LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
 def look(parts: Parts, tokenizer: PreTrainedTokenizerBase) -> DeviceFacts:
@@ -120,38 +117,31 @@ def _copy_speeds(device: torch.device) -> dict[str, float]:
 
 
 def _step(parts: Parts, tokenizer: PreTrainedTokenizerBase, num_answers: int) -> Step:
-    """A decode step of the engine; its launches and waits where the profiler sees the device."""
+    """A decode step of the batch."""
     worker = Worker()
     front = BatchFront(parts, tokenizer, worker)
+    sampling = Sampling(max_new_tokens=NUM_NEW + 1, ignore_eos=True)
 
-    def answer() -> float:
-        requests = [
-            Request(
-                tokens=_prompt(number),
-                reuse="off",
-                tenant="",
-                adapter=parts.model.adapter,
-                arguments=check_arguments({"min_new_tokens": NUM_NEW + 1}, NUM_NEW + 1),
-            )
+    def answer_ms() -> float:
+        tickets = [
+            front.enqueue(_request(parts, number), sampling, waits=True)
             for number in range(num_answers)
         ]
-        results = front.run_all(requests)
-        return min(result.total_ms - result.ttft_ms for result in results) / NUM_NEW
+        times = [ticket.result().token_times for ticket in tickets]
+        # The last to join decodes beside all others.
+        return 1e3 * min(each[-1] - each[0] for each in times) / NUM_NEW
 
     try:
-        answer()
-        step = Step(num_answers, engine_ms=median(answer() for _ in range(NUM_TIMES)))
-        if ProfilerActivity.CUDA not in supported_activities():  # type: ignore[no-untyped-call]
-            return step
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-            answer()
+        answer_ms()
+        return Step(num_answers, engine_ms=median(answer_ms() for _ in range(NUM_TIMES)))
     finally:
         worker.close()
-    counts = Counter[str]()
-    for event in seen.events():
-        counts["launches"] += event.name.startswith(LAUNCHES)
-        counts["waits"] += event.name.startswith(WAITS)
-    return replace(step, launches=counts["launches"] // NUM_NEW, waits=counts["waits"] // NUM_NEW)
+
+
+def _request(parts: Parts, number: int) -> Request:
+    return Request(
+        tokens=_prompt(number), reuse="off", tenant="", adapter=parts.model.adapter, arguments={}
+    )
 
 
 def _prompt(number: int) -> list[int]:

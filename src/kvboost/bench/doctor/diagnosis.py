@@ -169,13 +169,10 @@ def _device(visit: Visit) -> Iterator[Finding]:
     yield Finding("note", f"attention: {seen.attention}")
     yield Finding("note", f"a kernel launch takes {seen.launch_us:.1f} us; copies: {copies}")
     for step in seen.steps:
-        counted = (
-            "" if step.launches is None else f" ({step.launches} launches, {step.waits} waits)"
-        )
         is_slower = step.engine_ms > SLOWER_STEP * step.transformers_ms
         yield Finding(
             "warning" if is_slower else "good",
-            f"a decode step of {step.num_answers} answers takes {step.engine_ms:.1f} ms{counted}, "
+            f"a decode step at batch size {step.num_answers} takes {step.engine_ms:.1f} ms, "
             f"with Transformers alone {step.transformers_ms:.1f} ms",
         )
 

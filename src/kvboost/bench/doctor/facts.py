@@ -102,8 +102,6 @@ class Step:
     num_answers: int
     engine_ms: float
     transformers_ms: float = 0.0
-    launches: int | None = None  # of kernels by the engine; None: the profiler cannot see them
-    waits: int | None = None  # of the host for the device
 
 
 @dataclass(frozen=True)
@@ -115,10 +113,10 @@ class DeviceFacts:
     total_bytes: int | None
     versions: dict[str, str]
     attention: str  # as certified
-    launch_us: float  # of a kernel that does nothing much
+    launch_us: float  # of a trivial kernel
     copy_bytes_per_s: dict[str, float]  # by kind of host memory and direction
     steps: tuple[Step, ...]
-    peak_bytes: int | None  # of device memory that torch has taken
+    peak_bytes: int | None  # of device memory that torch has taken, the KV pool included
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ class Visit:
     tiers: tuple[TierSpeed, ...] = ()
     quality: MovedQuality | None = None
     packing: Packing | None = None
-    device: DeviceFacts | None = None  # beside the CPU
+    device: DeviceFacts | None = None  # None on CPUs
 
     @property
     def prefill_ms(self) -> float:

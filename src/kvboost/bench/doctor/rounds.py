@@ -6,12 +6,11 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvboost.bench.doctor.facts import NUM_OTHER_TOKENS, Reading
-from kvboost.build import Parts, build
-from kvboost.core import MatchKind, ReuseMode
+from kvboost.build import Parts
+from kvboost.core import MatchKind, ReuseMode, Sampling
 from kvboost.engine.batch.front import BatchFront
 from kvboost.engine.request import Request, check_arguments
 from kvboost.engine.texts import PREFACE
@@ -44,14 +43,15 @@ def ask(
     **arguments: Any,
 ) -> GenerationResult:
     """The answer of an engine with these parts; what it stores is stored then."""
-    request = Request(
-        tokens=tokens,
-        reuse=reuse,
-        tenant="",
-        adapter=parts.model.adapter,
-        arguments=check_arguments(arguments, num_new),
-    )
+    request = _request(parts, tokens, reuse, check_arguments(arguments, num_new))
     return BatchFront(parts, tokenizer, CallerThread()).run(request)
+
+
+def _request(
+    parts: Parts, tokens: list[int], reuse: ReuseMode, arguments: dict[str, Any]
+) -> Request:
+    adapter = parts.model.adapter
+    return Request(tokens=tokens, reuse=reuse, tenant="", adapter=adapter, arguments=arguments)
 
 
 class Rounds:
@@ -150,17 +150,18 @@ class Rounds:
 
     def _forget(self) -> None:
         """Have nothing stored; what was learned of the machine's pace stays."""
-        fresh = build(self._parts.options, self._parts.model, self._parts.boundaries)
-        self._parts = replace(fresh, cost=self._parts.cost)
+        store = self._parts.store
+        store.delete_all("", store.tiers.patience())
 
     def _ask(self, tokens: list[int], reuse: ReuseMode) -> GenerationResult:
         return ask(self._parts, self._tokenizer, tokens, reuse)
 
     def _decode_ms(self) -> float:
-        count = NUM_DECODED + 1
-        text = self.text(LENGTHS[0])
-        result = ask(self._parts, self._tokenizer, text, "off", count, min_new_tokens=count)
-        return (result.total_ms - result.ttft_ms) / NUM_DECODED
+        request = _request(self._parts, self.text(LENGTHS[0]), "off", {})
+        sampling = Sampling(max_new_tokens=NUM_DECODED + 1, ignore_eos=True)
+        front = BatchFront(self._parts, self._tokenizer, CallerThread())
+        times = front.enqueue(request, sampling).result().token_times
+        return 1e3 * (times[-1] - times[0]) / NUM_DECODED
 
 
 def fitting_lengths(token_s: float, seconds: float, longest: int | None) -> Sequence[int]:

@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 AUDIT_TOKENS = 128  # computed at once: a request that comes meanwhile waits for no more
 AUDIT_PATIENCE_S = 10.0  # without idle time: an audit holds blocks
-MOST_SAVE_WAIT_S = 2.0  # of the oldest save in the queue; beyond that, new ones are dropped
+MOST_SAVE_WAIT_S = 2.0  # of the oldest save, until it is done; beyond that, new ones are dropped
 IDLE_WAIT_S = 0.005  # for K/V on its way, when the model has nothing to compute
 
 
@@ -317,19 +317,21 @@ class WorkerSide:
     def _start_saving(self, save: Save) -> None:
         """Queue a save, or drop it: blocks that wait to be saved are missing in vLLM.
 
-        A save that others of its request are before is never dropped: they read its blocks.
+        Never dropped while an earlier save of the same request is pending: that one still reads
+        these blocks.
         """
         self._saves = {name: each for name, each in self._saves.items() if not each[0].done()}
         now, name = time.monotonic(), save.request_id
         oldest = min((since for _, since in self._saves.values()), default=now)
         if now - oldest > MOST_SAVE_WAIT_S and name not in self._saves:
-            num_chunks = len(save.tokens) // self._options.chunk_size
-            self.metrics.add("dropped_writes", num_chunks, tenant=save.tenant)
             if save.is_last:
+                num_chunks = len(save.tokens) // self._options.chunk_size
+                self.metrics.add("dropped_writes", num_chunks, tenant=save.tenant)
                 with self._done:
                     self._saved.add(name)
             return
-        self._saves[name] = self._submit(self._saver, self._save, save, self._now()), now
+        _, since = self._saves.get(name, (None, now))
+        self._saves[name] = self._submit(self._saver, self._save, save, self._now()), since
 
     def _now(self) -> torch.Event | None:
         """On a GPU: the end of all that the model was given so far."""
