@@ -51,7 +51,7 @@ vllm *arguments:
 
 # What CI runs; a test that fails has a second try
 check: lint
-    {{python}} -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --reruns 1 --durations 20 -m 'not vllm and not long'
+    {{python}} -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --reruns 1 -raR --durations 20 -m 'not vllm and not long'
 
 # What takes minutes: load, larger models, and the tests of faults and of bodies at full length
 long:
