@@ -6,38 +6,22 @@ import json
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvboost.bench.doctor.device
 import kvboost.bench.doctor.visit
 from device.pretended import pretended, to_device
 from fakes import byte_tokenizer
 from kvboost.cli import main as cli
+from tiny_models import build
 
 pytestmark = pytest.mark.device
-
-
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
 
 def test_one_page_says_what_a_report_needs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pretended(total_bytes=1 << 30) as device:
-        loaded = to_device(llama(), device), byte_tokenizer()
+        loaded = to_device(build("llama", {}).to(torch.bfloat16), device), byte_tokenizer()
         monkeypatch.setattr(kvboost.bench.doctor.visit, "load_or_tell", lambda *_: loaded)
         monkeypatch.setattr(kvboost.bench.doctor.device, "NUM_NEW", 2)
         monkeypatch.setattr(kvboost.bench.doctor.device, "NUM_TIMES", 1)

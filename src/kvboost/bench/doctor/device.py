@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvboost.bench.doctor.facts import DeviceFacts, Step
+from kvboost.bench.doctor.rounds import request_of
 from kvboost.build import Parts
 from kvboost.config import MIB
 from kvboost.core import Sampling
 from kvboost.engine.batch.front import BatchFront
-from kvboost.engine.request import Request
 from kvboost.engine.worker import Worker
 from kvboost.models import kernels
 
@@ -124,7 +124,7 @@ def _step(parts: Parts, tokenizer: PreTrainedTokenizerBase, num_answers: int) ->
 
     def answer_ms() -> float:
         tickets = [
-            front.enqueue(_request(parts, number), sampling, waits=True)
+            front.enqueue(request_of(parts, _prompt(number), "off"), sampling, waits=True)
             for number in range(num_answers)
         ]
         times = [ticket.result().token_times for ticket in tickets]
@@ -136,12 +136,6 @@ def _step(parts: Parts, tokenizer: PreTrainedTokenizerBase, num_answers: int) ->
         return Step(num_answers, engine_ms=median(answer_ms() for _ in range(NUM_TIMES)))
     finally:
         worker.close()
-
-
-def _request(parts: Parts, number: int) -> Request:
-    return Request(
-        tokens=_prompt(number), reuse="off", tenant="", adapter=parts.model.adapter, arguments={}
-    )
 
 
 def _prompt(number: int) -> list[int]:

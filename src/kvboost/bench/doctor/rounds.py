@@ -40,16 +40,14 @@ def ask(
     tokens: list[int],
     reuse: ReuseMode,
     num_new: int = 1,
-    **arguments: Any,
 ) -> GenerationResult:
     """The answer of an engine with these parts; what it stores is stored then."""
-    request = _request(parts, tokens, reuse, check_arguments(arguments, num_new))
+    request = request_of(parts, tokens, reuse, **check_arguments({}, num_new))
     return BatchFront(parts, tokenizer, CallerThread()).run(request)
 
 
-def _request(
-    parts: Parts, tokens: list[int], reuse: ReuseMode, arguments: dict[str, Any]
-) -> Request:
+def request_of(parts: Parts, tokens: list[int], reuse: ReuseMode, **arguments: Any) -> Request:
+    """A request without a tenant."""
     adapter = parts.model.adapter
     return Request(tokens=tokens, reuse=reuse, tenant="", adapter=adapter, arguments=arguments)
 
@@ -157,7 +155,7 @@ class Rounds:
         return ask(self._parts, self._tokenizer, tokens, reuse)
 
     def _decode_ms(self) -> float:
-        request = _request(self._parts, self.text(LENGTHS[0]), "off", {})
+        request = request_of(self._parts, self.text(LENGTHS[0]), "off")
         sampling = Sampling(max_new_tokens=NUM_DECODED + 1, ignore_eos=True)
         front = BatchFront(self._parts, self._tokenizer, CallerThread())
         times = front.enqueue(request, sampling).result().token_times
