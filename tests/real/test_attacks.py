@@ -288,6 +288,7 @@ def test_a_hostile_neighbour_delays_nobody_for_long(
     file, key = keys
     options = [*flags(), "--api-keys", str(file), "--num-blocks", "512"]
     num = int(os.environ.get("KVBOOST_NUM_ASKED", "25"))
+    pause_s = float(os.environ.get("KVBOOST_ATTACKED_S", "0")) / num
     headers = {"Authorization": f"Bearer {key['b']}"}
     with (
         kvboost_server(smol, tmp_path / "log", *options) as server,
@@ -296,6 +297,7 @@ def test_a_hostile_neighbour_delays_nobody_for_long(
 
         def ask(number: int) -> tuple[float, float]:
             """Seconds in all, and of waiting for the engine."""
+            time.sleep(pause_s if number >= 10**5 else 0)
             body = {"prompt": f"{number} is a", "max_tokens": 4}
             started = time.perf_counter()
             reply = client.post("/v1/completions", json=body)
