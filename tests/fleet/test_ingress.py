@@ -108,15 +108,14 @@ def test_a_request_is_passed_on_whole_and_its_answer_back() -> None:
 
 
 def test_the_prompt_is_read_for_the_router() -> None:
-    replicas = FakeReplicas(WHOLE, WHOLE, WHOLE, WHOLE)
+    replicas = FakeReplicas(WHOLE, WHOLE, WHOLE, WHOLE, WHOLE)
+    bodies = {"/v1/completions": {"prompt": "Hi"}, "/v1/responses": {"input": "Hi"}}
     ask(replicas, json=CHAT)
-    ask(replicas, path="/v1/completions", json={"prompt": "Hi"})
+    for path, body in bodies.items():
+        ask(replicas, path=path, json=body)
     ask(replicas, path="/v1/warm", json={"prompt": "Hi"})
     ask(replicas, content=b"[" * 100_000)
-    chat, completion, *others = replicas.calls
-    assert (chat.messages, chat.tools) == (CHAT["messages"], [])
-    assert (completion.prompt, completion.messages) == ("Hi", None)
-    assert all(each.prompt is None and each.messages is None for each in others)
+    assert [each.asked for each in replicas.calls] == [CHAT, *bodies.values(), {}, {}]
 
 
 def test_an_answer_without_a_body_is_passed_on() -> None:

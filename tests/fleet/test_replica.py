@@ -153,7 +153,6 @@ def test_each_replica_of_a_machine_has_a_folder_of_its_own() -> None:
 def test_what_was_parsed_for_the_router_is_not_sent() -> None:
     asked = {"messages": [{"role": "user", "content": "Hi"}], "tools": [1]}
     request = Forwarded("POST", "/v1/chat/completions", b"", HEADERS, b"{...}", asked)
-    assert (request.messages, request.prompt, request.tools) == (asked["messages"], None, [1])
     sent = copy.copy(request)  # as it is serialized
     assert sent == Forwarded("POST", "/v1/chat/completions", b"", HEADERS, b"{...}")
-    assert sent.messages is None
+    assert not sent.asked

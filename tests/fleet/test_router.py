@@ -91,6 +91,20 @@ def test_a_prompt_goes_where_its_beginning_went_and_then_to_two_by_chance() -> N
     run(scene)
 
 
+def test_a_response_goes_where_its_instructions_went() -> None:
+    async def scene() -> None:
+        stand = Scene()
+        body = {"instructions": text(1), "input": "What now?"}
+        asked = Forwarded("POST", "/v1/responses", b"", (), b"", body)
+        pending = PendingRequest([asked], {}, RequestMetadata("r", "i"))
+        stand.send(request(text(2)), 3)
+        stand.send(request(text(1)), 2)
+        first, *_ = await stand.names(pending)
+        assert first == ["r2"]
+
+    run(scene)
+
+
 @pytest.mark.parametrize(("reuse", "expected"), [("auto", ["r1"]), ("exact", None), ("off", None)])
 def test_text_that_moved_counts_where_it_can_be_reused(
     reuse: str, expected: list[str] | None

@@ -24,7 +24,7 @@ from kvboost.server.replies import event
 
 REPLICA = b"x-kvboost-replica"
 REQUEST_ID = "x-request-id"
-PROMPTS = ("/v1/chat/completions", "/v1/completions")
+PROMPTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MOST_TRIES = 3
 MOST_WAIT_S = 30.0  # until a replica takes a request: some may be starting
 GRACE_S = 5.0  # a replica tells of the deadline itself, as long as it can

@@ -11,33 +11,14 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 @dataclass(frozen=True)
 class Forwarded:
-    """A client's request.
-
-    `messages` and `prompt` are where Ray Serve LLM's requests have them, so that one router
-    reads both.
-    """
+    """A client's request."""
 
     method: str
     path: str
     query: bytes
     headers: Headers
     body: bytes
-    asked: Mapping[str, Any] = field(default_factory=dict)  # the body of a prompt, parsed
-
-    @property
-    def messages(self) -> Any:
-        """Those of a chat; None for any other request."""
-        return self.asked.get("messages")
-
-    @property
-    def prompt(self) -> Any:
-        """That of a completion; None for any other request."""
-        return self.asked.get("prompt")
-
-    @property
-    def tools(self) -> Any:
-        """What a chat may call, if anything."""
-        return self.asked.get("tools")
+    asked: Mapping[str, Any] = field(default_factory=dict)  # the parsed body of a prompt
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The replica reads the body itself: what was parsed is for the router beside us.

@@ -16,6 +16,7 @@ from ray.serve.request_router import (
 )
 
 from kvboost.core import ReuseMode
+from kvboost.fleet.messages import Forwarded
 from kvboost.routing.book import MAX_PLACES, Book, Report
 from kvboost.routing.choice import Policy, rank
 from kvboost.routing.places import find
@@ -113,10 +114,15 @@ class ReuseRouter(MultiplexMixin, RequestRouter):
         """Those of a request's prompt; found once, however often it is routed."""
         places: Places | None = getattr(pending_request, PLACES, None)
         if places is None:
-            texts = () if self._reuse == "off" else map(text_of, pending_request.args)
+            texts = () if self._reuse == "off" else map(_text, pending_request.args)
             places = find(next(filter(None, texts), b"")[:MOST_READ_BYTES])
             setattr(pending_request, PLACES, places)
         return places
+
+
+def _text(request: object) -> bytes:
+    """The prompt in a request of our ingress or of Ray Serve LLM."""
+    return text_of(request.asked if isinstance(request, Forwarded) else request)
 
 
 def _name(replica_id: ReplicaID) -> str:
