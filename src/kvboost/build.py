@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +20,7 @@ from kvboost.errors import ConfigError
 from kvboost.metrics import Metrics
 from kvboost.models.adapters import Adapter
 from kvboost.models.hf import HFModel
-from kvboost.models.pool import BlockPool
+from kvboost.models.pool import BlockPool, devices_of
 from kvboost.models.pooled import PooledChunks
 from kvboost.policy.cost import CostModel
 from kvboost.policy.guard import QualityGuard
@@ -163,10 +164,22 @@ def build_pool(options: Options, model: HFModel) -> BlockPool:
     num_blocks = options.num_blocks
     if num_blocks is None:
         budget_bytes = max(options.max_cache_bytes, LEAST_WORKING_BYTES)
-        if device.type == "cuda":
-            budget_bytes = int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
         num_blocks = -(-budget_bytes // (size * max(1, geometry.bytes_per_token)))
+        if device.type == "cuda":
+            num_blocks = _room_on_devices(geometry, device) // size
     return BlockPool(geometry, 0 if model.refusal else num_blocks, size, device)
+
+
+def _room_on_devices(geometry: KVGeometry, home: torch.device) -> int:
+    """Tokens whose K/V fits on every device that has a part of it."""
+    sizes: Counter[torch.device] = Counter()
+    for group, device in zip(geometry.groups, devices_of(geometry, home), strict=True):
+        sizes[device] += replace(geometry, groups=(group,)).bytes_per_token
+    rooms = (
+        int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]) // num_bytes
+        for device, num_bytes in sizes.items()
+    )
+    return min(rooms, default=0)
 
 
 def build_repairs(options: Options) -> dict[float, Repair]:

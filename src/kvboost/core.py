@@ -230,14 +230,16 @@ class ReusePlan:
 
 @dataclass(frozen=True, slots=True)
 class PlaneGroup:
-    """Cached tensors of one shape. A plane is what one layer caches as K, or as V.
+    """Cached tensors of one shape on one device. A plane is what one layer caches as K, or as V.
 
-    Most models have one group of 2 x layers planes; MLA and per-layer head sizes make several.
+    Most models have one group of 2 x layers planes; MLA, per-layer head sizes and layers on
+    several GPUs make more.
     """
 
     planes: tuple[int, ...]  # 2 * layer for K, 2 * layer + 1 for V, in storage order
     heads: int
     head_dim: int
+    device: int | None = field(default=None, repr=False)  # number of its GPU; None: of the only one
 
 
 @dataclass(frozen=True, slots=True)

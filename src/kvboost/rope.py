@@ -19,8 +19,8 @@ def move(
     """Turn the K/V of some tokens, in place, to what it is `delta` positions further on."""
     if delta == 0:
         return
-    angles: dict[Rotation, tuple[torch.Tensor, torch.Tensor]] = {}
     for group, part in zip(geometry.groups, kv, strict=True):
+        angles: dict[Rotation, tuple[torch.Tensor, torch.Tensor]] = {}
         for place, plane in enumerate(group.planes):
             rotation = rotations[plane]
             if rotation is None:

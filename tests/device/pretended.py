@@ -144,6 +144,11 @@ class Device:
                 self.fails_at = None
                 raise torch.OutOfMemoryError("CUDA out of memory. (pretended)")
 
+    def mem_get_info(self, device: torch.device | None = None) -> tuple[int, int]:
+        """Free and total bytes; the second device has half of them."""
+        is_second = device is not None and torch.device(device).index == 1
+        return (self.total_bytes // (1 + is_second),) * 2
+
     def _counts(self) -> bool:
         return self.thread is None or threading.current_thread().name == self.thread
 
@@ -254,7 +259,7 @@ def _run(owner: Device, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:  #
         return func(*args, **kwargs)
     if name in _ATTENTION:
         return _ATTENTION[name](owner, *args, **kwargs)
-    index = ours[0].device.index if ours else (torch.device(wanted).index or 0)
+    index = (torch.device(wanted).index or 0) if goes_there else ours[0].device.index
     _refuse_mixed(name, tensors)
     out_dtype = kwargs.get("dtype")
     if not owner.has_float64 and (
@@ -534,9 +539,16 @@ def _flex_mask(rule: Any, positions: Any, num_keys: int) -> Any:
         none, held = torch.zeros((), dtype=torch.long), positions.held
         over_keys = torch.vmap(lambda q, k: rule(none, none, q, k), (None, 0))
         seen = torch.vmap(over_keys, (0, None))(held, torch.arange(num_keys))
-    mask = BlockMask.__new__(BlockMask)
-    mask.seen = seen  # type: ignore[attr-defined]
+    mask = _BlockMask.__new__(_BlockMask)
+    mask.seen = seen
     return mask
+
+
+class _BlockMask(BlockMask):
+    seen: torch.Tensor
+
+    def to(self, *_: Any, **__: Any) -> _BlockMask:
+        return self
 
 
 def _flex(query: Any, key: Any, value: Any, mask: Any, scale: Any) -> Any:
@@ -591,9 +603,7 @@ def pretended(**traits: Any) -> Iterator[Device]:
         patch.object(torch.cuda, "set_device", lambda device: None),
         patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         patch.object(torch.cuda, "get_device_name", lambda device=None: "pretended"),
-        patch.object(
-            torch.cuda, "mem_get_info", lambda device=None: (owner.total_bytes, owner.total_bytes)
-        ),
+        patch.object(torch.cuda, "mem_get_info", owner.mem_get_info),
         patch.object(torch.cuda, "max_memory_allocated", lambda device=None: 1 << 20),
         patch.object(
             torch.accelerator, "synchronize", lambda device=None: owner.wait("synchronize")

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 from batching import Engine, greedy
 from device.pretended import Device, pretended, to_device
 from fakes import WordTokenizer, words
 from kvboost import KVBoost
-from kvboost.core import MatchKind, Sampling
+from kvboost.build import DEVICE_SHARE, build_pool
+from kvboost.config import Options
+from kvboost.core import KVGeometry, MatchKind, PlaneGroup, Sampling
 from kvboost.engine.batch.ticket import Ticket
 from kvboost.errors import ConfigError, UnsupportedModel
-from kvboost.models import kernels
+from kvboost.models import kernels, pool
 from tiny_models import SUPPORTED, build
 
 pytestmark = pytest.mark.device
@@ -61,10 +67,32 @@ def test_every_type_of_model_answers_as_on_a_cpu(name: str) -> None:
         assert on_device(name, device) == on_cpu(name)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma3-two-rotations", "mixtral"])
-def test_sequences_in_one_kernel_have_the_logits_that_they_have_alone(name: str) -> None:
+def on_two_devices(model: Any, device: Device) -> Any:
+    """The last layer on the second device, with the hooks of `device_map`."""
+    second = f"model.layers.{model.config.num_hidden_layers - 1}", "model.norm"
+    to_device(model, device, lambda module: int(module.startswith(second)))
+    for block in ("", *second, "lm_head"):
+        place = torch.device("cuda", int(block in second))
+        skipped = model._skip_keys_device_placement
+        hook = AlignDevicesHook(place, io_same_device=not block, skip_keys=skipped)
+        add_hook_to_module(model.get_submodule(block), hook)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("llama", on_two_devices),
+        ("mistral-sliding", on_two_devices),
+        ("gemma3-two-rotations", to_device),
+        ("mixtral", to_device),
+    ],
+)
+def test_sequences_in_one_kernel_have_the_logits_that_they_have_alone(
+    name: str, place: Callable[..., Any]
+) -> None:
     with pretended(total_bytes=1 << 28) as device:
-        model = to_device(build(*SUPPORTED[name]).to(torch.float16), device)
+        model = place(build(*SUPPORTED[name]).to(torch.float16), device)
         with Engine(model, WordTokenizer(), chunk_size=32) as engine:
             hosted = engine._parts.model  # certified by runs of several sequences
             assert hosted.joins and hosted.packs
@@ -74,10 +102,10 @@ def test_sequences_in_one_kernel_have_the_logits_that_they_have_alone(name: str)
     assert not device.by_kernel["sdpa math"]
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_quantised_chunks_lie_in_host_memory(bits: int) -> None:
+@pytest.mark.parametrize(("bits", "place"), [(8, to_device), (4, to_device), (8, on_two_devices)])
+def test_quantised_chunks_lie_in_host_memory(bits: int, place: Callable[..., Any]) -> None:
     with pretended(total_bytes=1 << 28) as device:
-        model = to_device(build(*SUPPORTED["llama"]), device)
+        model = place(build(*SUPPORTED["llama"]), device)
         options = {"kv_cache_bits": bits, "chunk_size": 32, "num_blocks": 40}
         with Engine(model, WordTokenizer(), **options) as engine:
             first = engine.submit(PROMPTS[0], greedy(1)).result()
@@ -130,17 +158,16 @@ def test_without_a_compiler_flash_attention_stays_and_repair_has_masks() -> None
 @pytest.mark.parametrize("name", ["llama", "gemma3-two-rotations"])
 def test_moved_text_is_what_it_is_on_a_cpu(name: str) -> None:
     text, found = words(400, seed=3), []
-    for there in (True, False):
+    for place in (lambda model, _: model, to_device, on_two_devices):
         with pretended(total_bytes=1 << 28) as device:
-            model = build(*SUPPORTED[name])
-            model = to_device(model, device) if there else model
+            model = place(build(*SUPPORTED[name]), device)
             options = {"chunk_size": 32, "reuse": "auto", "quality_budget": 100.0}
             with Engine(model, WordTokenizer(), **options) as engine:
                 engine._parts.cost.pays = lambda *_: True
                 engine.submit(text, greedy(1)).result()
                 result = engine.submit([*words(50, seed=4), *text], greedy(6)).result()
                 found.append((result.token_ids, result.reuse.tokens(MatchKind.MOVED)))
-    assert found[0] == found[1] and found[0][1] > 300
+    assert found[0] == found[1] == found[2] and found[0][1] > 300
 
 
 def test_draws_and_scores_are_those_of_a_cpu() -> None:
@@ -157,23 +184,54 @@ def test_draws_and_scores_are_those_of_a_cpu() -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    ("place", "reason"), [("cuda:1", "on cuda:0 and cuda:1"), ("meta", "are offloaded")]
-)
-def test_a_model_on_several_devices_is_refused_with_the_reason(place: str, reason: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma3-two-rotations"])
+def test_a_model_on_two_devices_answers_as_on_one(name: str) -> None:
+    with pretended(total_bytes=1 << 28) as device:
+        model = on_two_devices(build(*SUPPORTED[name]), device)
+        with Engine(model, WordTokenizer(), chunk_size=32) as engine:
+            assert answers(engine) == on_cpu(name)
+            assert {str(each) for each in engine._parts.pool.devices} == {"cuda:0", "cuda:1"}
+            assert engine._parts.model.packs
+            last = engine._parts.pool.layers[model.config.num_hidden_layers - 1]
+            assert {str(plane.device) for plane in last} == {"cuda:1"}
+
+
+def test_the_pool_of_a_large_model_fits_on_each_of_its_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = {number: (38 - 4 * number) << 30 for number in range(4)}  # after 35 GB of weights each
+    groups = [PlaneGroup(tuple(range(40 * n, 40 * n + 40)), 8, 128, n) for n in range(4)]
+    geometry = KVGeometry(80, tuple(groups), "bfloat16", 2)  # Llama 70B, 320 KB a token
+    model: Any = SimpleNamespace(geometry=geometry, refusal="")
+    model.model = SimpleNamespace(device=torch.device("cuda", 0))
+    on_meta = partial(torch.empty, device="meta")
+    monkeypatch.setattr(pool, "_zeros", lambda shape, dtype, _: on_meta(shape, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index], 80 << 30))
+    made = build_pool(Options(), model)
+    assert made.num_tokens >= 128 * 1024
+    for number, buffer in enumerate(made.buffers):
+        assert made.devices[number] == torch.device("cuda", number)
+        assert buffer.nbytes <= DEVICE_SHARE * free[number]
+
+
+def test_a_model_on_cpu_and_gpu_is_refused_with_the_reason() -> None:
     with pretended() as device:
-        names = {"meta": 0, "cuda:1": 1}
-        model = to_device(
-            build(*SUPPORTED["llama"]), device, lambda name: names[place] if "5" in name else 0
-        )
-        if place == "meta":
-            model.lm_head.weight = torch.nn.Parameter(torch.empty(512, 64, device="meta"))
-        with pytest.raises(UnsupportedModel, match=reason):
+        model = to_device(build(*SUPPORTED["llama"]), device)
+        model.lm_head.weight = torch.nn.Parameter(torch.empty(512, 64, device="cpu"))
+        with pytest.raises(UnsupportedModel, match="on cpu and cuda:0: load it on GPUs only"):
+            KVBoost(model, WordTokenizer())
+
+
+def test_a_model_with_offloaded_weights_is_refused_with_the_reason() -> None:
+    with pretended() as device:
+        model = to_device(build(*SUPPORTED["llama"]), device)
+        model.lm_head.weight = torch.nn.Parameter(torch.empty(512, 64, device="meta"))
+        with pytest.raises(UnsupportedModel, match="are offloaded"):
             KVBoost(model, WordTokenizer())
 
 
 def test_tensor_parallel_arguments_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="tp_plan: an engine uses one device"):
+    with pytest.raises(ConfigError, match="tp_plan: vLLM has tensor parallelism"):
         KVBoost.from_pretrained("any", tp_plan="auto")
 
 

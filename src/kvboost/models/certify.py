@@ -53,20 +53,22 @@ def probe_tokens(model: PreTrainedModel) -> torch.Tensor:
 
 
 def check_placement(model: PreTrainedModel) -> None:
-    """Whether all weights are on one device, which an engine needs.
+    """Whether all weights are on one device, or on several GPUs.
 
     Raises:
         UnsupportedModel: they are not.
     """
-    places = sorted({str(each.device) for each in model.parameters()})
-    if "meta" in places:
+    places = {each.device for each in model.parameters()}
+    kinds = {place.type for place in places}
+    if "meta" in kinds:
         raise UnsupportedModel(
             "some of its weights are offloaded: load it without device_map, or with "
             "max_weight_bytes"
         )
-    if len(places) > 1:
+    if len(places) > 1 and kinds != {"cuda"}:
+        listed = " and ".join(sorted(map(str, places)))
         raise UnsupportedModel(
-            f"its weights are on {' and '.join(places)}: load it on one device, or run vLLM"
+            f"its weights are on {listed}: load it on GPUs only, or on the CPU only"
         )
 
 
@@ -77,14 +79,16 @@ def measure_geometry(model: PreTrainedModel) -> KVGeometry:
         UnsupportedModel: a layer keeps something other than K and V.
     """
     cached = list(cached_tensors(model, probe_tokens(model)[:1, None], [0]))
-    shapes: dict[tuple[int, int], list[int]] = {}
+    is_split = len({tensor.device for _, tensor in cached}) > 1
+    kinds: dict[tuple[int, int, int | None], list[int]] = {}
     for plane, tensor in cached:
-        shapes.setdefault((tensor.shape[1], tensor.shape[3]), []).append(plane)
-    groups = [PlaneGroup(tuple(planes), *shape) for shape, planes in shapes.items()]
-    kinds = {(tensor.dtype, tensor.device) for _, tensor in cached}
-    if len(kinds) != 1:
-        raise UnsupportedModel(f"its layers cache in different dtypes or devices: {kinds}")
-    dtype, _ = kinds.pop()
+        device = tensor.device.index if is_split else None
+        kinds.setdefault((tensor.shape[1], tensor.shape[3], device), []).append(plane)
+    groups = [PlaneGroup(tuple(planes), *kind) for kind, planes in kinds.items()]
+    dtypes = {tensor.dtype for _, tensor in cached}
+    if len(dtypes) != 1:
+        raise UnsupportedModel(f"its layers cache in different dtypes: {dtypes}")
+    dtype = dtypes.pop()
     num_layers = 1 + max(plane for plane, _ in cached) // 2
     return KVGeometry(num_layers, tuple(groups), str(dtype).removeprefix("torch."), dtype.itemsize)
 

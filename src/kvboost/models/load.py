@@ -80,8 +80,8 @@ def load(
         raise ConfigError("max_weight_bytes and device_map both say where weights are: give one")
     if split := {"tp_plan", "tp_size"} & arguments.keys():
         raise ConfigError(
-            f"{min(split)}: an engine uses one device; run a replica on each, or vLLM for tensor "
-            "parallelism"
+            f"{min(split)}: vLLM has tensor parallelism; device_map='auto' puts layers on several "
+            "GPUs"
         )
     name, arguments = gguf.split_path(name, arguments)
     if not (_is_path(name) or Path(name).exists() or _is_hub_reachable()):

@@ -23,7 +23,7 @@ from kvboost.models import cascade, spread
 from kvboost.models.cascade import Together
 from kvboost.models.pool import KeyValue, Run
 from kvboost.models.rows import Rows
-from kvboost.models.upload import upload
+from kvboost.models.upload import PerDevice, upload
 from kvboost.models.varlen import MOST_RUNS, Varlen, can_take
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ class Segment:
         if not self.is_appended:
             places = rows.places(0, self.num_visible)
             own = places[np.asarray(positions)]
-            self.scattered, self._places = upload(rows.device, list(positions), own)
+            self.scattered, at = upload(rows.device, list(positions), own)
+            self._places = PerDevice(rows.device, at)
             self._patches = spread.patches(self.corrected, positions, rows.pool.dtype, HOST)
             if rows.device.type != "cpu":
                 self._padded = spread.padded(self._patches, places, rows.pool)
@@ -121,7 +122,7 @@ class Segment:
                 spread.apply(patch, old, new)
             if rows.num_runs > 1:
                 rows.put(layer, patch.start, stored)
-        rows.pool.put(layer, self._places, fresh)
+        rows.pool.put(layer, *self._places.on(key.device), fresh)
 
     def whole(self, layer: int) -> KeyValue:
         """K and V of all visible rows; a copy where they lie in several runs."""
@@ -149,17 +150,19 @@ class AppendedRows:
         places = [each.rows.places(each.rows.length, each.num_visible) for each in segments]
         columns = [np.arange(each.start, each.stop) for each in segments]
         together = np.concatenate(columns)
-        self._places, self._columns = upload(self._pool.device, np.concatenate(places), together)
+        device = self._pool.device
+        self._indices = PerDevice(device, *upload(device, np.concatenate(places), together))
         self._num_rows = len(together)
         self._are_first = bool((together == np.arange(len(together))).all())
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put the new rows where they belong."""
+        places, columns = self._indices.on(key.device)
         if self._are_first:
             fresh = key[:, :, : self._num_rows], value[:, :, : self._num_rows]
         else:
-            fresh = key.index_select(2, self._columns), value.index_select(2, self._columns)
-        self._pool.put(layer, self._places, fresh)
+            fresh = key.index_select(2, columns), value.index_select(2, columns)
+        self._pool.put(layer, places, fresh)
 
 
 class ForwardLayer(CacheLayerMixin):
@@ -324,7 +327,7 @@ class PackedMask:
         joins = joins and cache.may_join
         cache.joins &= joins
         self._runs: list[tuple[Together | Varlen | None, list[Segment]]] = []
-        self._masks: dict[int, torch.Tensor | None] = {}
+        self._masks: dict[int, PerDevice | None] = {}
         pool = cache.segments[0].rows.pool
 
         def kind(segment: Segment) -> object:
@@ -347,9 +350,8 @@ class PackedMask:
                 continue
             for segment in segments:
                 self._runs.append((None, [segment]))
-                self._masks[id(segment)] = mask_one(
-                    len(segment.tokens), segment.num_visible, segment.offset
-                )
+                mask = mask_one(len(segment.tokens), segment.num_visible, segment.offset)
+                self._masks[id(segment)] = mask if mask is None else PerDevice(pool.device, mask)
 
     def attend(
         self, layer: int, query: torch.Tensor, scale: float | None, attend_one: AttendOne
@@ -362,7 +364,9 @@ class PackedMask:
                 outputs.append(run.attend(layer, part, scale))
             else:
                 key, value = segments[0].whole(layer)
-                outputs.append(attend_one(part, key, value, self._masks[id(segments[0])]))
+                masks = self._masks[id(segments[0])]
+                (mask,) = (None,) if masks is None else masks.on(query.device)
+                outputs.append(attend_one(part, key, value, mask))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
@@ -376,7 +380,9 @@ def run(model: PreTrainedModel, cache: ForwardCache, wanted: int | Sequence[int]
     last = [wanted] if isinstance(wanted, int) else wanted
     ids, places, which = upload(model.device, tokens, positions, last)
     has_it = "logits_to_keep" in inspect.signature(model.forward).parameters
-    keep = wanted if isinstance(wanted, int) else which
+    # On several devices a tensor would be sent to the first, and the hidden states are on the last.
+    is_split = len(set(cache.segments[0].rows.pool.devices)) > 1
+    keep = wanted if isinstance(wanted, int) or is_split else which
     logits: torch.Tensor = model(
         input_ids=ids[None],
         position_ids=places[None],

@@ -1,4 +1,4 @@
-"""The KV pool: blocks of K/V on one device, counted by who holds them."""
+"""The KV pool: blocks of K/V, each layer's on its device, counted by who holds them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ class BlockPool:
     def __init__(
         self, geometry: KVGeometry, num_blocks: int, block_size: int, device: torch.device
     ) -> None:
+        """`device`: the one that forwards begin on."""
         self.geometry, self.device = geometry, device
+        self.devices = devices_of(geometry, device)
         self.num_blocks, self.block_size = num_blocks, block_size
         self.dtype: torch.dtype = getattr(torch, geometry.dtype)
         self.evict: Callable[[int], bool] = lambda num_bytes: False
@@ -51,8 +53,8 @@ class BlockPool:
         self.blank = self.num_tokens
         # Each [planes, heads, rows, head_dim], so that neighbouring blocks are one view.
         self.buffers = [
-            _zeros((len(g.planes), g.heads, self.blank + 1, g.head_dim), self.dtype, device)
-            for g in geometry.groups
+            _zeros((len(g.planes), g.heads, self.blank + 1, g.head_dim), self.dtype, place)
+            for g, place in zip(geometry.groups, self.devices, strict=True)
         ]
         planes = {
             plane: buffer[place][None]
@@ -217,6 +219,12 @@ class BlockPool:
             if not count:
                 break
         return np.concatenate(taken) if taken else np.arange(0)
+
+
+def devices_of(geometry: KVGeometry, home: torch.device) -> list[torch.device]:
+    """Of each plane group; `home` where they are not on several."""
+    numbers = (group.device for group in geometry.groups)
+    return [home if each is None else torch.device(home.type, each) for each in numbers]
 
 
 def cut(rows: Sequence[Run], first: int, stop: int) -> list[Run]:

@@ -51,7 +51,7 @@ class PooledChunk:
 
     def frame(self) -> memoryview:
         """A new frame of it."""
-        with beside(self._pool.device):
+        with beside(self._pool.devices):
             kv = [fetched(part) for part in self.kv()]
         return write(self.entry, kv, self._codec, self.sensitivity, self.anchors)
 
@@ -88,8 +88,8 @@ class PooledChunks:
         try:
             self._last = int(rows.blocks[-1])  # the next chunk of a prompt lies behind this one
             span = Span(0, entry.num_tokens)
-            with beside(self._pool.device):
-                rows.write(span, [sent(part, self._pool.device) for part in kv])
+            with beside(self._pool.devices):
+                rows.write(span, list(map(sent, kv, self._pool.devices)))
             return self._chunk(rows.runs(span), entry, sensitivity, anchors)
         finally:
             rows.release()

@@ -18,7 +18,7 @@ import torch
 
 from kvboost.core import Span
 from kvboost.models.pool import BlockPool, KeyValue
-from kvboost.models.upload import sent, upload
+from kvboost.models.upload import PerDevice, sent, upload
 
 # Correlation of the change of two rows by distance in tokens: a part that the whole text shares,
 # one that fades over about a hundred tokens, one that only close neighbours share. What is left
@@ -98,17 +98,18 @@ class Padded:
             padding = 0, count - len(patch.rows)
             own[number] = np.pad(here[patch.rows.numpy()], padding, "edge")
             sources[number] = np.pad(patch.sources.numpy(), padding, "edge")
-        self._weights = sent(weights, pool.device)
         flat = (each.ravel() for each in (rows, own, sources))
-        self._rows, self._own, self._sources = upload(pool.device, *flat)
+        arrived = sent(weights, pool.device), *upload(pool.device, *flat)
+        self._numbers = PerDevice(pool.device, *arrived)
 
     def apply(self, layer: int, fresh: KeyValue) -> None:
         """Correct all rows of a layer; the blank one, which pads, stays zero."""
-        num_patches, _, count = self._weights.shape
+        weights, rows, own, sources = self._numbers.on(fresh[0].device)
+        num_patches, _, count = weights.shape
         for plane, new in zip(self._pool.layers[layer], fresh, strict=True):
-            change = new.index_select(2, self._sources) - plane.index_select(2, self._own)
-            change = self._weights @ change.view(-1, num_patches, count, change.shape[-1])
-            plane.index_add_(2, self._rows, change.view(1, change.shape[0], -1, change.shape[-1]))
+            change = new.index_select(2, sources) - plane.index_select(2, own)
+            change = weights @ change.view(-1, num_patches, count, change.shape[-1])
+            plane.index_add_(2, rows, change.view(1, change.shape[0], -1, change.shape[-1]))
             plane[:, :, self._pool.blank] = 0
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,20 +27,37 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+class PerDevice:
+    """Tensors, or masks, on every device that a forward comes to: each is sent there once."""
+
+    def __init__(self, home: torch.device, *tensors: Any) -> None:
+        """`home`: where they are now."""
+        self._home, self._sent = home, {home: tensors}
+
+    def on(self, device: torch.device) -> tuple[Any, ...]:
+        """These tensors there."""
+        if device not in self._sent:
+            there = (each.to(device, non_blocking=True) for each in self._sent[self._home])
+            self._sent[device] = tuple(there)
+        return self._sent[device]
+
+
 @contextmanager
-def beside(device: torch.device) -> Iterator[None]:
+def beside(devices: Sequence[torch.device]) -> Iterator[None]:
     """Copies inside run beside the kernels of other threads, and are done at the end.
 
     They come after all kernels that were launched before.
     """
-    if device.type != "cuda":
+    streams = []
+    with ExitStack() as stack:
+        for device in {each for each in devices if each.type == "cuda"}:
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            stack.enter_context(torch.cuda.stream(stream))
+            streams.append(stream)
         yield
-        return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
+    for stream in streams:
+        stream.synchronize()
 
 
 def fetched(tensor: torch.Tensor) -> torch.Tensor:

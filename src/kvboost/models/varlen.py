@@ -17,7 +17,7 @@ import torch
 from kvboost.core import Span
 from kvboost.models.kernels import HALVES, WIDEST_HEAD
 from kvboost.models.pool import BlockPool, Blocks, Run
-from kvboost.models.upload import upload
+from kvboost.models.upload import PerDevice, upload
 
 if TYPE_CHECKING:
     from kvboost.models.packed import Segment
@@ -65,13 +65,14 @@ class Varlen:
         output, total = self._own.run(tokens, planes, scale, is_causal=True, left=left)
         if self._past is None:
             return output[None]
-        queries = tokens.index_select(0, self._seen_by)
+        seen_by, table, blank = self._numbers.on(query.device)
+        queries = tokens.index_select(0, seen_by)
         others = self._past.run(queries, planes, scale, is_causal=False)
         # Joined by the weight of their softmax sums.
         outputs, totals = torch.cat([output, others[0]]), torch.cat([total, others[1]], dim=1)
-        weights = totals[:, self._table] + self._blank
+        weights = totals[:, table] + blank
         shares = weights.softmax(dim=-1)[..., None]  # [heads, tokens, parts, 1]
-        parts = outputs[self._table].permute(2, 0, 1, 3)
+        parts = outputs[table].permute(2, 0, 1, 3)
         return (parts * shares).sum(dim=2).to(query.dtype).transpose(0, 1)[None]
 
     def _set_table(self, num_tokens: int, seen_by: Blocks) -> None:
@@ -85,10 +86,11 @@ class Varlen:
         table[seen_by[order], 1 + rank] = num_tokens + order
         is_blank = (np.arange(shape[1]) > counts[:, None]).astype(np.int64)
         flat = table.ravel(), is_blank.ravel()
-        self._seen_by, places, hidden = upload(self._pool.device, seen_by, *flat)
-        self._table = places.view(shape)
-        blank = torch.zeros(shape, device=self._pool.device)
-        self._blank = blank.masked_fill_(hidden.view(shape).bool(), -torch.inf)
+        device = self._pool.device
+        first, places, hidden = upload(device, seen_by, *flat)
+        blank = torch.zeros(shape, device=device)
+        blank.masked_fill_(hidden.view(shape).bool(), -torch.inf)
+        self._numbers = PerDevice(device, first, places.view(shape), blank)
 
 
 class _Call:
@@ -100,7 +102,7 @@ class _Call:
         lengths = [stop - start for start, stop in runs]
         self._longest = max(counts), max(lengths)
         places = upload(pool.device, starts, [*(start for start, _ in runs), 0], lengths)
-        self._starts, self._firsts, self._lengths = (each.int() for each in places)
+        self._places = PerDevice(pool.device, *(each.int() for each in places))
 
     def run(
         self,
@@ -112,10 +114,11 @@ class _Call:
         left: int = -1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output [queries, heads, head_dim] and its softmax sums [heads, queries]."""
+        starts, firsts, lengths = self._places.on(query.device)
         output, total, *_ = _flash(
-            query, *planes, self._starts, self._firsts, *self._longest, 0.0, is_causal, False,  # noqa: FBT003
+            query, *planes, starts, firsts, *self._longest, 0.0, is_causal, False,  # noqa: FBT003
             scale=scale, window_size_left=left, window_size_right=-1,  # 0 by `is_causal`
-            seqused_k=self._lengths,
+            seqused_k=lengths,
         )  # fmt: skip
         return output, total
 
