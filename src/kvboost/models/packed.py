@@ -122,7 +122,8 @@ class Segment:
                 spread.apply(patch, old, new)
             if rows.num_runs > 1:
                 rows.put(layer, patch.start, stored)
-        rows.pool.put(layer, *self._places.on(key.device), fresh)
+        (places,) = self._places.on(key.device)
+        rows.pool.put(layer, places, fresh)
 
     def whole(self, layer: int) -> KeyValue:
         """K and V of all visible rows; a copy where they lie in several runs."""

@@ -91,7 +91,7 @@ class BlockRows:
     def read(self, span: Span) -> KV:
         """A copy of the rows of `span`, in host memory."""
         planes = self._take(span)
-        with beside(self._cache.device):
+        with beside([self._cache.device]):
             return [fetched(planes).contiguous()]
 
     def turn(self, span: Span, change: Callable[[KV], None]) -> None:
