@@ -72,8 +72,9 @@ class Varlen:
         outputs, totals = torch.cat([output, others[0]]), torch.cat([total, others[1]], dim=1)
         weights = totals[:, table] + blank
         shares = weights.softmax(dim=-1)[..., None]  # [heads, tokens, parts, 1]
-        parts: torch.Tensor = outputs[table].permute(2, 0, 1, 3)
-        return (parts * shares).sum(dim=2).to(query.dtype).transpose(0, 1)[None]
+        parts = outputs[table].permute(2, 0, 1, 3)
+        joined: torch.Tensor = (parts * shares).sum(dim=2).to(query.dtype)
+        return joined.transpose(0, 1)[None]
 
     def _set_table(self, num_tokens: int, seen_by: Blocks) -> None:
         """Which outputs belong to a token: its own first, then those of runs before."""
