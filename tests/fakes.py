@@ -17,12 +17,12 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from kvboost.codecs.frame import MAGIC, Head, owner_of, read
-from kvboost.codecs.host import HostFrames
 from kvboost.codecs.raw import RawCodec
 from kvboost.core import FrameKey, KVGeometry, Owner, PlaneGroup, PrefixKey, Rotation, Span
 from kvboost.errors import TierUnavailable
 from kvboost.metrics import Metrics
 from kvboost.tiers.base import OwnTier, Tier, TierStats
+from kvboost.tiers.host import HostFrames
 from kvboost.tiers.index import ChunkIndex
 from kvboost.tiers.memory import MemoryTier
 from kvboost.tiers.stack import Opener, TierStack

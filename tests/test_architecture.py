@@ -21,14 +21,14 @@ PARTS = {
     "integrations": "integrations",
 }
 MAX_LINES = {
-    "library": 11_815,
-    "application": 6_000,
-    "weights": 800,
-    "connectors": 1_790,
-    "bench": 5_525,
-    "fleet": 1_800,
+    "library": 11_740,
+    "application": 5_945,
+    "weights": 700,
+    "connectors": 1_785,
+    "bench": 5_450,
+    "fleet": 1_790,
     "probe": 1_110,
-    "integrations": 150,
+    "integrations": 85,
 }
 
 

@@ -11,7 +11,6 @@ import torch
 
 from kvboost.codecs.base import Codec
 from kvboost.codecs.frame import MAX_HEAD_BYTES
-from kvboost.codecs.host import HostFrames
 from kvboost.codecs.kivi import Int4Codec, Int8Codec
 from kvboost.codecs.raw import RawCodec
 from kvboost.config import EXACT_BITS, Options
@@ -33,7 +32,7 @@ from kvboost.reuse.repair import (
     SelectiveRepair,
 )
 from kvboost.tiers.base import Medium
-from kvboost.tiers.host import HostTier
+from kvboost.tiers.host import HostFrames, HostTier
 from kvboost.tiers.index import ChunkIndex
 from kvboost.tiers.memory import MemoryTier
 from kvboost.tiers.stack import Opener, TierStack
@@ -41,7 +40,7 @@ from kvboost.tiers.store import ChunkStore
 from kvboost.tiers.urls import openers
 
 LEAST_WORKING_BYTES = 1 << 30
-DEVICE_SHARE = 0.7  # of a GPU's memory that is free once the model is there; the rest is for steps
+DEVICE_SHARE = 0.7  # of a GPU's free memory after the model is loaded; the rest is for steps
 
 CODECS: Mapping[int, type[Codec]] = {16: RawCodec, 8: Int8Codec, 4: Int4Codec}
 
@@ -61,19 +60,19 @@ class Parts:
     metrics: Metrics
 
     def under(self, adapter: Adapter) -> Parts:
-        """The same for requests under an adapter: forwards and keys come from one object."""
+        """The same parts with the model under an adapter, which sets its forwards and its keys."""
         if adapter is self.model.adapter:
             return self
         return replace(self, model=self.model.under(adapter))
 
     def workload(self, tenant: str) -> str:
-        """Whose answers are judged together."""
+        """What the guardrail judges as one: the outputs of a tenant under one adapter."""
         name = self.model.adapter.name
         return f"{tenant} under {name}" if name else tenant
 
     @property
     def variants(self) -> list[Parts]:
-        """Those of all adapters and of none, once for each key space: names do not count."""
+        """These parts under each adapter and under none; adapters with equal weights count once."""
         each = map(self.under, self.model.adapters.all)
         return list({parts.model.fingerprint: parts for parts in each}.values())
 
@@ -115,10 +114,10 @@ def build_store(
     index: ChunkIndex | None = None,
     pool: BlockPool | None = None,
 ) -> ChunkStore:
-    """Memory and the tiers below it; waits until these are open, or failed to open for now.
+    """Memory and the tiers below it. Waits until those are open, or have failed to open for now.
 
-    Chunks that are stored as they are stay in `pool`. If that is on a device, all of them do, and
-    host memory is the first tier below.
+    Unquantised chunks stay in `pool`. If that is on a device, all chunks do, and host memory is the
+    first tier below it.
 
     Raises:
         ConfigError: a tier can never be opened.
@@ -183,12 +182,12 @@ def _room_on_devices(geometry: KVGeometry, home: torch.device) -> int:
 
 
 def build_repairs(options: Options) -> dict[float, Repair]:
-    """The strategy that the options name by the ratio asked for, and by those it is raised to."""
+    """The repair strategy at its own ratio, and at those that the guardrail may raise it to."""
     return {ratio: build_repair(options, ratio) for ratio in _ratios(options)}
 
 
 def build_repair(options: Options, ratio: float) -> Repair:
-    """The strategy that the options name."""
+    """The repair strategy of the options."""
     match options.recompute_strategy:
         case "sampled":
             return SampledRepair(ratio, options.recompute_overlap)

@@ -9,10 +9,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict, get_args
+from typing import Any, TypedDict, TypeVar, get_args
 
 from kvboost.core import ReuseMode
 from kvboost.errors import ConfigError
+
+T = TypeVar("T")
 
 MIB = 2**20
 BUSY_SHARE = 0.5  # of the cores, in use by others
@@ -35,186 +37,138 @@ BACKENDS = ("auto", "paged")
 """KV cache of running requests: contiguous buffers, or a pool of blocks."""
 
 
-def about(text: str, *, low: float | None = None, high: float | None = None) -> dict[str, Any]:
-    """A field's help text and its limits."""
-    return {"help": text, "low": low, "high": high}
+def option(
+    default: T,
+    text: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    is_secret: bool = False,
+) -> T:
+    """A field of an option class: default, help text and limits."""
+    about = {"help": text, "low": low, "high": high}
+    return field(default=default, repr=not is_secret, metadata=about)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of `KVBoost(...)` and `KVBoost.from_pretrained(...)`."""
 
-    reuse: ReuseMode = field(
-        default="exact",
-        metadata=about(
-            "what to reuse: 'off', 'exact' or 'auto' (moved text too); requests may override it"
-        ),
+    reuse: ReuseMode = option(
+        "exact",
+        "what to reuse: 'off', 'exact' or 'auto' (moved text too); requests may override it",
     )
-    recompute_strategy: str = field(
-        default="sampled",
-        metadata=about(f"how to repair moved text: {', '.join(map(repr, STRATEGIES))}"),
+    recompute_strategy: str = option(
+        "sampled", f"how to repair moved text: {', '.join(map(repr, STRATEGIES))}"
     )
-    recompute_ratio: float = field(
-        default=0.15,
-        metadata=about(
-            "share of moved tokens to repair (not with 'selective' and 'none')",
-            low=0.0,
-            high=1.0,
-        ),
+    recompute_ratio: float = option(
+        0.15, "share of moved tokens to repair (not with 'selective' and 'none')", low=0.0, high=1.0
     )
-    recompute_overlap: int = field(
-        default=16,
-        metadata=about(
-            "tokens to repair at the start of each moved text ('selective'; 'sampled': at most)",
-            low=0,
-        ),
+    recompute_overlap: int = option(
+        16,
+        "tokens to repair at the start of each moved text ('selective'; 'sampled': at most)",
+        low=0,
     )
-    recompute_tail: int = field(
-        default=0,
-        metadata=about("tokens that 'selective' repairs at its end (measured: no gain)", low=0),
+    recompute_tail: int = option(
+        0, "tokens that 'selective' repairs at its end (measured: no gain)", low=0
     )
-    company: str = field(
-        default="any",
-        metadata=about(
-            "moved text to use: 'any', or 'same': only copies whose preceding text is all in "
-            "this prompt, too"
-        ),
+    company: str = option(
+        "any",
+        "moved text to use: 'any', or 'same': only copies whose preceding text is all in "
+        "this prompt, too",
     )
-    quality_budget: float = field(
-        default=0.05,
-        metadata=about(
-            "largest mean KL divergence from a full prefill with 'auto', in nats per output token",
-            low=0.0,
-        ),
+    quality_budget: float = option(
+        0.05,
+        "largest mean KL divergence from a full prefill with 'auto', in nats per output token",
+        low=0.0,
     )
-    changed_budget: float = field(
-        default=1.0,
-        metadata=about(
-            "largest share of outputs on moved text that a full prefill would word differently, "
-            "by audits; 1: no limit",
-            low=0.0,
-            high=1.0,
-        ),
+    changed_budget: float = option(
+        1.0,
+        "largest share of outputs on moved text that a full prefill would word differently, "
+        "by audits; 1: no limit",
+        low=0.0,
+        high=1.0,
     )
-    audit_ratio: float = field(
-        default=0.02,
-        metadata=about(
-            "share of requests with moved text to audit in idle time, after the first few",
-            low=0.0,
-            high=1.0,
-        ),
+    audit_ratio: float = option(
+        0.02,
+        "share of requests with moved text to audit in idle time, after the first few",
+        low=0.0,
+        high=1.0,
     )
-    promote: bool = field(
+    promote: bool = option(
         default=True,
-        metadata=about(
-            "after an answer on moved text, prefill its prompt and output exactly in idle time"
-        ),
+        text="after an answer on moved text, prefill its prompt and output exactly in idle time",
     )
-    chunk_size: int = field(default=128, metadata=about("tokens per chunk", low=8, high=4096))
-    chunk_boundary_window: int = field(
-        default=0,
-        metadata=about(
-            "tokens by which a chunk may be shorter, to end at a line or sentence; 0: fixed size",
-            low=0,
-        ),
+    chunk_size: int = option(128, "tokens per chunk", low=8, high=4096)
+    chunk_boundary_window: int = option(
+        0,
+        "tokens by which a chunk may be shorter, to end at a line or sentence; 0: fixed size",
+        low=0,
     )
-    max_cache_bytes: int = field(
-        default=2048 * MIB,
-        metadata=about("budget of K/V in host memory, in bytes or as '4GiB'", low=1),
+    max_cache_bytes: int = option(
+        2048 * MIB, "budget of K/V in host memory, in bytes or as '4GiB'", low=1
     )
-    tenant_quota: float = field(
-        default=1.0,
-        metadata=about("share of the memory tier that one tenant may use", low=0.0, high=1.0),
+    tenant_quota: float = option(
+        1.0, "share of the memory tier that one tenant may use", low=0.0, high=1.0
     )
-    kv_cache_bits: int = field(
-        default=EXACT_BITS,
-        metadata=about("bits per stored number: 16 is lossless; 8 and 4 are approximate"),
+    kv_cache_bits: int = option(
+        EXACT_BITS, "bits per stored number: 16 is lossless; 8 and 4 are approximate"
     )
-    disk_cache_dir: str | None = field(
-        default=None,
-        metadata=about("folder of a disk tier below memory, which survives restarts"),
+    disk_cache_dir: str | None = option(
+        None, "folder of a disk tier below memory, which survives restarts"
     )
-    max_disk_bytes: int = field(
-        default=16384 * MIB,
-        metadata=about("budget of the disk tier, in bytes or as '4GiB'", low=MIB),
+    max_disk_bytes: int = option(
+        16384 * MIB, "budget of the disk tier, in bytes or as '4GiB'", low=MIB
     )
-    cache_url: str | None = field(
-        default=None,
-        metadata=about(
-            "tiers below memory, nearest first, separated by spaces: file:///folder, "
-            "redis://host:port, rediss://, unix://, mooncake://host:port"
-        ),
+    cache_url: str | None = option(
+        None,
+        "tiers below memory, nearest first, separated by spaces: file:///folder, "
+        "redis://host:port, rediss://, unix://, mooncake://host:port",
     )
-    cache_secret: str | None = field(
-        default=None,
-        repr=False,
-        metadata=about(
-            "secret of the processes that share a cache, 16 characters or more: frames are signed "
-            "with it, others ignored"
-        ),
+    cache_secret: str | None = option(
+        None,
+        "secret of the processes that share a cache, 16 characters or more: frames are signed "
+        "with it, others ignored",
+        is_secret=True,
     )
-    tier_deadline_ms: int = field(
-        default=500,
-        metadata=about(
-            "milliseconds without data after which requests continue without a tier below memory",
-            low=1,
-        ),
+    tier_deadline_ms: int = option(
+        500,
+        "milliseconds without data after which requests continue without a tier below memory",
+        low=1,
     )
-    max_chunks: int | None = field(
-        default=None, metadata=about("most chunks in memory; None: no limit", low=1)
+    max_chunks: int | None = option(None, "most chunks in memory; None: no limit", low=1)
+    deterministic: bool = option(
+        default=False, text="prefill in fixed pieces: cold and warm outputs are bitwise equal"
     )
-    deterministic: bool = field(
+    piece_tokens: int = option(
+        512, "tokens per piece of deterministic prefill, a multiple of chunk_size", low=8
+    )
+    max_batch_size: int = option(16, "most requests in the batch", low=1)
+    max_queue_size: int = option(256, "most requests waiting for the batch", low=1)
+    batch_window_ms: int = option(0, "milliseconds an idle batch waits for more requests", low=0)
+    inter_token_target_ms: int | None = option(
+        None,
+        "target inter-token latency while prompts prefill beside running requests; "
+        "lower favours running requests, higher favours first tokens; None: prompts get "
+        "as much of each step as decoding",
+        low=1,
+    )
+    block_size: int = option(16, "tokens per block of the KV pool", low=1, high=4096)
+    num_blocks: int | None = option(
+        None,
+        "blocks of the KV pool; None: max_cache_bytes, at least 1 GiB (on GPUs: 70 % of free "
+        "memory)",
+        low=1,
+    )
+    prepack_weights: bool = option(
         default=False,
-        metadata=about("prefill in fixed pieces: cold and warm outputs are bitwise equal"),
+        text="keep a second copy of the weights, for faster batches (bfloat16 on CPUs)",
     )
-    piece_tokens: int = field(
-        default=512,
-        metadata=about(
-            "tokens per piece of deterministic prefill, a multiple of chunk_size", low=8
-        ),
+    strict: bool = option(
+        default=True, text="raise UnsupportedModel if certification fails; False: run without reuse"
     )
-    max_batch_size: int = field(default=16, metadata=about("most requests in the batch", low=1))
-    max_queue_size: int = field(
-        default=256, metadata=about("most requests waiting for the batch", low=1)
-    )
-    batch_window_ms: int = field(
-        default=0,
-        metadata=about("milliseconds an idle batch waits for more requests", low=0),
-    )
-    inter_token_target_ms: int | None = field(
-        default=None,
-        metadata=about(
-            "target inter-token latency while prompts prefill beside running requests; "
-            "lower favours running requests, higher favours first tokens; None: prompts get "
-            "as much of each step as decoding",
-            low=1,
-        ),
-    )
-    block_size: int = field(
-        default=16,
-        metadata=about("tokens per block of the KV pool", low=1, high=4096),
-    )
-    num_blocks: int | None = field(
-        default=None,
-        metadata=about(
-            "blocks of the KV pool; None: max_cache_bytes, at least 1 GiB (on GPUs: 70 % of free "
-            "memory)",
-            low=1,
-        ),
-    )
-    prepack_weights: bool = field(
-        default=False,
-        metadata=about("keep a second copy of the weights, for faster batches (bfloat16 on CPUs)"),
-    )
-    strict: bool = field(
-        default=True,
-        metadata=about("raise UnsupportedModel if certification fails; False: run without reuse"),
-    )
-    backend: str = field(
-        default="auto",
-        metadata=about(
-            "KV cache of running requests: 'paged', a pool of blocks; 'auto' is the same"
-        ),
+    backend: str = option(
+        "auto", "KV cache of running requests: 'paged', a pool of blocks; 'auto' is the same"
     )
 
     def __post_init__(self) -> None:
@@ -317,7 +271,7 @@ def choose_wait_policy() -> None:
     """On a busy machine, let torch's threads sleep while they wait; call it before torch loads.
 
     Spinning threads stall each other there. On an idle machine sleeping costs a quarter of the
-    decode speed (docs/research-log.md), so that torch's default stays.
+    decode speed (docs/research-log.md), so torch's default stays.
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > BUSY_SHARE * (os.cpu_count() or 1):

@@ -12,19 +12,19 @@ from typing import Any, Literal, NewType, Protocol, TypeAlias
 from kvboost.errors import ConfigError
 
 PrefixKey = NewType("PrefixKey", bytes)
-"""Names a chunk together with everything before it."""
+"""Key of a chunk and of all tokens before it: for exact reuse."""
 
 ContentKey = NewType("ContentKey", bytes)
-"""Names a chunk's tokens alone, wherever they stand."""
+"""Key of a chunk's tokens alone: for approximate K/V."""
 
 FrameKey: TypeAlias = PrefixKey | ContentKey
-"""What a tier stores a chunk under: exact K/V by its history, approximate K/V by its content."""
+"""The key of a chunk in a tier: of its prefix if its K/V is exact, else of its content."""
 
 Owner = NewType("Owner", bytes)
 """A tenant since its last deletion, under any model: the first half of a namespace."""
 
 Namespace = NewType("Namespace", bytes)
-"""Owner, model and prefill shapes: keys of two namespaces never meet."""
+"""Owner, model, encoding and prefill shapes: no key is in two namespaces."""
 
 ReuseMode = Literal["off", "exact", "auto"]
 """Nothing; exact reuse only; also moved text, within the quality budget."""
@@ -35,7 +35,7 @@ FinishReason = Literal["stop", "length"]
 
 
 def prefix_key(parent: FrameKey, tokens: bytes) -> PrefixKey:
-    """Name a chunk by its tokens and the name of what stands before it."""
+    """The key of a chunk, from its tokens and the key of the chunk before it."""
     return PrefixKey(sha256(parent + tokens).digest())
 
 
@@ -61,8 +61,8 @@ class Provenance(enum.Enum):
 class MatchKind(enum.Enum):
     """What lookup found for a span of the prompt."""
 
-    EXACT = "exact"  # same tokens, same history
-    MOVED = "moved"  # same tokens, other history
+    EXACT = "exact"  # same tokens after the same prefix
+    MOVED = "moved"  # same tokens after another prefix
     MISS = "miss"
 
 
@@ -76,18 +76,26 @@ class Span:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    def within(self, limits: Span) -> Span:
+        """The part of it inside `limits`, which may be empty."""
+        start = max(self.start, limits.start)
+        return Span(start, max(start, min(self.stop, limits.stop)))
+
+
+LONGEST_QUESTION = 256
+"""Tokens: of a longer live end of a prompt, the last ones are taken for the question."""
 
 TOKEN_BYTES = 4
 """Tokens are compared, hashed and stored as little-endian u32."""
 
 
 Anchor: TypeAlias = tuple[int, int]
-"""A place by which a chunk is found wherever it stands: offset in the chunk, hash."""
+"""Finds a chunk at any position: the offset of a window in the chunk, and its hash."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of the prompt that is stored and found as one."""
+    """Tokens of a prompt that are stored, found and evicted together."""
 
     span: Span
     tokens: bytes
@@ -95,7 +103,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKeys:
-    """What a chunk is named by its history, and what the chunk before it is named."""
+    """The prefix keys of a chunk and of the chunk before it."""
 
     parent: PrefixKey
     prefix: PrefixKey
@@ -103,12 +111,12 @@ class ChunkKeys:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the index knows of a stored chunk; the K/V itself lies in a tier.
+    """What the index knows of a stored chunk; its K/V is in a tier.
 
-    Exact K/V is named by its prefix key, approximate K/V by its content key and never otherwise.
+    Exact K/V is stored under its prefix key, approximate K/V under its content key.
 
     Raises:
-        ValueError: the name does not fit the provenance.
+        ValueError: the key does not fit the provenance.
     """
 
     tokens: bytes
@@ -126,7 +134,7 @@ class Entry:
 
     @property
     def key(self) -> FrameKey:
-        """What its K/V is stored under."""
+        """The key of its K/V."""
         key = self.prefix or self.content
         assert key is not None
         return key
@@ -139,31 +147,31 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Tokens [offset, offset + len(span)) of a stored chunk stand at `span` of the prompt."""
+    """Tokens [offset, offset + len(span)) of a stored chunk match `span` of the prompt."""
 
     span: Span
     key: FrameKey
     num_tokens: int  # of the whole stored chunk, of which the span may be a part
     kind: MatchKind
     offset: int = 0
-    delta: int = 0  # how far it has moved: position in the prompt less position when computed
+    delta: int = 0  # how far it has moved: position in the prompt minus position when computed
     follows: bool = False  # was computed directly after the match before it: no seam between them
     provenance: Provenance = Provenance.EXACT  # of the stored chunk
 
     def from_position(self, start: int) -> Match:
-        """The same without what lies before `start`."""
+        """The same match from `start` on."""
         skipped = max(0, start - self.span.start)
         span = Span(self.span.start + skipped, self.span.stop)
         return replace(self, span=span, offset=self.offset + skipped)
 
     def to_position(self, stop: int) -> Match:
-        """The same without what lies at `stop` or after it."""
+        """The same match up to `stop`."""
         return replace(self, span=Span(self.span.start, min(self.span.stop, stop)))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Matches that were computed one after the other and are neighbours again: one seam."""
+    """Neighbouring matches that were also computed one after the other: no seam between them."""
 
     span: Span
     kind: MatchKind
@@ -178,12 +186,12 @@ class ReusePlan:
     matches: tuple[Match, ...] = ()
 
     def after(self, start: int) -> ReusePlan:
-        """The same without what lies before `start`."""
+        """The same plan from `start` on."""
         rest = (match.from_position(start) for match in self.matches if match.span.stop > start)
         return ReusePlan(self.num_tokens, tuple(rest))
 
     def before(self, stop: int) -> ReusePlan:
-        """The same without what lies at `stop` or after it."""
+        """The same plan up to `stop`."""
         rest = (match.to_position(stop) for match in self.matches if match.span.start < stop)
         return ReusePlan(self.num_tokens, tuple(rest))
 
@@ -211,7 +219,7 @@ class ReusePlan:
 
     @property
     def approximate_start(self) -> int:
-        """Where the first K/V stands that was computed on top of moved text already."""
+        """Start of the first match whose K/V is approximate already."""
         starts = (m.span.start for m in self.matches if m.provenance is Provenance.APPROXIMATE)
         return min(starts, default=self.num_tokens)
 
@@ -259,7 +267,7 @@ class KVGeometry:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """How one plane turns with position: dims [offset, offset + 2 * len(inv_freq)) are rotated."""
+    """How a plane rotates with position: dims [offset, offset + 2 * len(inv_freq))."""
 
     inv_freq: tuple[float, ...] = field(repr=False)
     offset: int

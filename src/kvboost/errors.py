@@ -89,5 +89,5 @@ def missing_packages(what: str, packages: str) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """An error in a line: ours say enough, of others the type counts (`KeyError(4)` says "4")."""
+    """An error as one line; with its type unless it is ours (`KeyError(4)` alone says "4")."""
     return str(error) if isinstance(error, KVBoostError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Calls about memory without the GIL, which Python's `mmap` keeps while a disk delivers pages."""
+"""`madvise` without the GIL, which Python's `mmap` holds while a disk delivers pages."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 def reserve(num_bytes: int) -> mmap.mmap:
-    """Zeros whose pages are taken only as they are written.
+    """Zeroed memory whose pages are allocated as they are written.
 
-    The system does not count them before: otherwise two pools of half the memory would be one
-    mapping too large for `fork`.
+    The system does not count it before: otherwise two pools of half the memory would be too large a
+    mapping for `fork`.
     """
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
         return mmap.mmap(-1, num_bytes)
     memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # blocks and frames are given back page by page
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # blocks and frames are returned page by page
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return memory
 
@@ -34,7 +34,7 @@ def madvise(address: int, num_bytes: int, advice: int) -> int:
 
 @cache
 def libc() -> Any:
-    """The C library, whose `madvise`, `mmap` and `munmap` can be called."""
+    """The C library, with `madvise`, `mmap` and `munmap` declared."""
     libc = ctypes.CDLL(None, use_errno=True)
     pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     libc.madvise.argtypes = (pointer, size, number)

@@ -1,4 +1,4 @@
-"""What the engine counts, by name, in one place."""
+"""The engine's counters: their names, meanings and values."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ NAMES = {
     "foreign_frames": "frames of another tenant, adapter or model, which became misses",
 }
 
-MOST_TENANTS = 256  # counted one by one; whoever comes later is counted with the others
+MOST_TENANTS = 256  # counted one by one; later ones are counted together
 OTHER_TENANTS = "(others)"
 
 
 def counted_as(tenant: str, known: Collection[str]) -> str:
-    """The name that a tenant is counted under beside those that are known."""
+    """The name under which a tenant is counted, given the known ones."""
     return tenant if tenant in known or len(known) < MOST_TENANTS else OTHER_TENANTS
 
 
@@ -48,7 +48,7 @@ class Metrics:
     def add(
         self, name: str, amount: int = 1, *, tenant: str | None = None, adapter: str | None = None
     ) -> None:
-        """Raise a counter, those of a tenant and an adapter too; the name is one of `NAMES`."""
+        """Raise a counter, also for a tenant and an adapter; the name is one of `NAMES`."""
         if name not in NAMES:
             raise KeyError(name)
         with self._lock:
@@ -70,6 +70,6 @@ class Metrics:
             return {tenant: Counter(counts) for tenant, counts in self._of_tenants.items()}
 
     def adapters(self) -> dict[str, Counter[str]]:
-        """The same of each adapter; that of the base model has no name."""
+        """The counters of each adapter; the base model has an empty name."""
         with self._lock:
             return {adapter: Counter(counts) for adapter, counts in self._of_adapters.items()}

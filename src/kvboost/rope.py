@@ -1,4 +1,4 @@
-"""Move stored keys to new positions. Pure tensor maths: which dims turn is measured elsewhere."""
+"""Rotation of stored keys to new positions. Which dims rotate is measured elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def move(
     kv: KV, geometry: KVGeometry, rotations: Mapping[int, Rotation | None], delta: int
 ) -> None:
-    """Turn the K/V of some tokens, in place, to what it is `delta` positions further on."""
+    """Rotate the K/V of some tokens in place, to `delta` positions further on."""
     if delta == 0:
         return
     for group, part in zip(geometry.groups, kv, strict=True):
@@ -31,10 +31,10 @@ def move(
 
 
 def rotate(k: torch.Tensor, rotation: Rotation, delta: int) -> torch.Tensor:
-    """Turn `k` [..., head_dim] by `delta` positions; computed in fp32, returned in k's dtype.
+    """Rotate `k` [..., head_dim] by `delta` positions; computed in fp32, returned in k's dtype.
 
-    Rotations compose: stored K already carries R(old), so one turn by (new - old) moves it. The
-    turn has unit scale: what YaRN multiplies K by was applied when K was computed.
+    Rotations compose: stored K already carries R(old), so one rotation by (new - old) moves it. It
+    has unit scale: what YaRN multiplies K by was applied when K was computed.
     """
     return k if delta == 0 else _turn(k, rotation, *_angles(rotation, delta, k.device))
 

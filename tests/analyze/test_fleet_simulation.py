@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import scale_page
+from benchmarks.fleet import scale_page
+from benchmarks.fleet.scale_traffic import BLOCK_TOKENS, Traffic
 from kvboost.analyze.choices import ROUTINGS
 from kvboost.analyze.fleet import Fleet, FleetResult, Setup, _Cache, simulate
 from kvboost.analyze.logs import LoggedRequest
 from kvboost.errors import ConfigError
-from scale_traffic import BLOCK_TOKENS, Traffic
 
 BLOCK = 100
 RESULTS = Path(__file__).parents[2] / "docs" / "concepts" / "scale" / "results.json"
@@ -249,4 +249,4 @@ def test_popular_beginnings_are_shared_by_the_share_that_was_asked_for(traffic: 
 def test_tables_of_the_page_are_those_of_the_results() -> None:
     page, results = scale_page.PAGE.read_text(), json.loads(RESULTS.read_text())
     assert sorted(scale_page.TABLE.findall(page)) == sorted(scale_page.TABLES)
-    assert page == scale_page.filled(page, results), "python benchmarks/plot_scale.py"
+    assert page == scale_page.filled(page, results), "python -m benchmarks.pictures"

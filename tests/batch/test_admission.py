@@ -13,18 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvboost.engine.batch.admission import MOST_PASSED, MOST_PREFILLS, Admission
-from kvboost.engine.batch.queue import Places
+from kvboost.engine.batch.queue import Capacity
 
 POOL = 1000
 
 
 def test_a_tenant_alone_has_all_places() -> None:
-    places = Places(5, 3)
+    places = Capacity(5, 3)
     assert [places.acquire("a", waits=False) for _ in range(6)] == [True] * 5 + [False]
 
 
 def test_when_places_are_full_others_still_enter_up_to_their_fair_share() -> None:
-    places = Places(8, 6)
+    places = Capacity(8, 6)
     for _ in range(8):
         assert places.acquire("a", waits=False)
     taken = [places.acquire("b", waits=False) for _ in range(6)]
@@ -41,7 +41,7 @@ def test_when_places_are_full_others_still_enter_up_to_their_fair_share() -> Non
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=80))
 def test_places_are_bounded_and_come_back(calls: list[tuple[str, bool]]) -> None:
-    places, taken = Places(6, 4), Counter[str]()
+    places, taken = Capacity(6, 4), Counter[str]()
     for tenant, enters in calls:
         if enters:
             is_taken = places.acquire(tenant, waits=False)
@@ -58,7 +58,7 @@ def test_places_are_bounded_and_come_back(calls: list[tuple[str, bool]]) -> None
 
 
 def test_who_waits_for_a_place_gets_the_one_that_is_given_back() -> None:
-    places = Places(1, 0)
+    places = Capacity(1, 0)
     assert places.acquire("a", waits=False)
     waiting = threading.Thread(target=places.acquire, args=("b",), kwargs={"waits": True})
     waiting.start()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from kvboost.engine.batch.text import TextReader
+from kvboost.engine.stream import TextReader
 
 SPECIAL = -1
 

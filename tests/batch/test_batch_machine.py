@@ -95,7 +95,7 @@ class Traffic(RuleBasedStateMachine):
         come_to_rest(self.engine)
         stats = self.engine.batch_stats()
         assert stats["kv_bytes"] == 0 and len(self.engine._front._batch._live) == 0
-        assert not self.engine._front._places._taken
+        assert not self.engine._front._capacity._taken
         check_stored_prefixes(self.engine, most=1)
 
 

@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from batching import WAIT_S, alone, come_to_rest, engine_of, greedy, running
 from fakes import words
-from kvboost import KVBoost
+from kvboost import ConfigError, KVBoost
 from tiny_models import SUPPORTED, build
 
 NUM_NEW = 24
@@ -100,6 +100,15 @@ def test_calls_of_several_threads_share_steps() -> None:
     assert stats["mean_batch_size"] > 2
     for prompt, (_, (result,)) in zip(prompts, calls, strict=True):
         assert result.token_ids == alone(prompt, 64)[: len(result.token_ids)]
+
+
+def test_a_guest_streams_its_text_and_one_sequence_only(engine: KVBoost) -> None:
+    stream = engine.stream(words(20, seed=5), 8, no_repeat_ngram_size=50, eos_token_id=None)
+    pieces = list(stream)
+    assert stream.result is not None and len(pieces) > 1
+    assert "".join(pieces) == stream.result.output_text
+    with pytest.raises(ConfigError, match="several sequences cannot be streamed"):
+        list(engine.stream(words(20), 4, do_sample=True, num_return_sequences=2))
 
 
 def test_a_closed_stream_ends_its_guest_and_keeps_its_prompt(engine: KVBoost) -> None:

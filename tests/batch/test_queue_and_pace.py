@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvboost.core import ChunkKeys, PrefixKey, Span
-from kvboost.engine.batch.live import LEAST_SHARED, LivePrompts, Owner
+from kvboost.engine.batch.live import LEAST_SHARED, LivePrompt, LivePrompts
 from kvboost.engine.batch.pace import LEAST_TOKENS, MOST_TOKENS, PROMPT_SHARE, SHARED_STEP_S, Pace
 from kvboost.engine.batch.queue import MOST_SKIPPED, FairQueue, StepTime
 
@@ -245,12 +245,12 @@ def spans_of(names: str, size: int = LEAST_SHARED) -> list[Span]:
     return [Span(size * number, size * (number + 1)) for number in range(len(names))]
 
 
-def found(live: LivePrompts, names: str, size: int = LEAST_SHARED) -> tuple[Owner | None, int]:
+def found(live: LivePrompts, names: str, size: int = LEAST_SHARED) -> tuple[LivePrompt | None, int]:
     return live.find(keys_of(names), spans_of(names, size))
 
 
 def test_a_prompt_that_begins_alike_is_found() -> None:
-    live, owner = LivePrompts(), Owner()
+    live, owner = LivePrompts(), LivePrompt()
     live.add(owner, keys_of("abc"))
     assert found(live, "abx") == (owner, 2 * LEAST_SHARED)
     assert found(live, "abcd") == (owner, 3 * LEAST_SHARED)
@@ -259,12 +259,12 @@ def test_a_prompt_that_begins_alike_is_found() -> None:
 
 def test_little_in_common_is_not_worth_sharing() -> None:
     live = LivePrompts()
-    live.add(Owner(), keys_of("abc"))
+    live.add(LivePrompt(), keys_of("abc"))
     assert found(live, "abx", size=LEAST_SHARED // 2 - 1) == (None, 0)
 
 
 def test_the_next_one_takes_over_when_an_owner_has_ended() -> None:
-    live, first, second = LivePrompts(), Owner(num_ready=9), Owner(num_ready=5)
+    live, first, second = LivePrompts(), LivePrompt(num_ready=9), LivePrompt(num_ready=5)
     live.add(first, keys_of("abc"))
     live.add(second, keys_of("abd"))
     assert found(live, "abz") == (first, 2 * LEAST_SHARED)
@@ -277,7 +277,7 @@ def test_the_next_one_takes_over_when_an_owner_has_ended() -> None:
 
 
 def test_of_several_the_one_that_is_furthest_is_asked() -> None:
-    live, slow, fast = LivePrompts(), Owner(num_ready=100), Owner(num_ready=300)
+    live, slow, fast = LivePrompts(), LivePrompt(num_ready=100), LivePrompt(num_ready=300)
     for owner in (slow, fast):
         live.add(owner, keys_of("abc"))
     assert found(live, "abc")[0] is fast

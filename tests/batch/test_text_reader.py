@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvboost.engine.batch.text import TextReader
+from kvboost.engine.stream import TextReader
 
 
 class ByteTokenizer:

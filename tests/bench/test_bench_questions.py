@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from kvboost.bench.questions.ask import QUESTIONS, ask_all
-from kvboost.bench.questions.chunking import documents_of, grid_share
 from kvboost.bench.questions.hits import (
     CACHE_SHARES,
     DOCUMENTS_PER_PROMPT,
@@ -24,8 +23,13 @@ from kvboost.bench.questions.hits import (
     replay,
     stored_bytes,
 )
-from kvboost.bench.questions.memory import First, break_even
-from kvboost.bench.questions.share import prompts
+from kvboost.bench.questions.pairs import (
+    First,
+    break_even,
+    documents_of,
+    grid_share,
+    prompts,
+)
 from kvboost.bench.questions.subjects import (
     Pair,
     Subject,

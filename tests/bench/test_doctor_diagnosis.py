@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvboost.bench.doctor import machine
+from kvboost.bench import machine
 from kvboost.bench.doctor.advice import settings
 from kvboost.bench.doctor.diagnosis import break_even, findings
 from kvboost.bench.doctor.facts import (

@@ -10,9 +10,9 @@ from collections import Counter
 import httpx
 import pytest
 
+from benchmarks.serving.fuzz import fuzz, wrong_with
+from benchmarks.serving.fuzz_bodies import random_request
 from fake_openai import FakeServer
-from fuzz import fuzz, wrong_with
-from fuzz_bodies import random_request
 
 
 def is_json(body: bytes) -> bool:

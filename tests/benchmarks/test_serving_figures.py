@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-import throughput
-from kvbytes import Peak
-from stalls import gaps
+from benchmarks.common.measure import Peak
+from benchmarks.serving import throughput
+from benchmarks.serving.stalls import gaps
 
 
 class Words:
@@ -21,39 +21,39 @@ class Words:
 
 
 class Rule:
-    """Answers with the sum of the prompt, `num_missing` tokens too short."""
+    """A worker that answers with the sum of the prompt, `num_missing` tokens too short."""
 
-    about: dict[str, Any] = {}  # noqa: RUF012
-
-    def __init__(self, *, has_cache: bool = False, num_missing: int = 0) -> None:
-        self.has_cache = has_cache
+    def __init__(self, num_missing: int = 0) -> None:
         self.num_missing = num_missing
         self.asked: list[list[int]] = []
 
-    def answer(self, prompts: Sequence[list[int]], num_new: int) -> list[list[int]]:
-        self.asked += prompts
-        return [[sum(prompt)] * (num_new - self.num_missing) for prompt in prompts]
+    def traffic(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        self.asked += [each["tokens"] for each in requests]
+        return [
+            {"tokens": [sum(each["tokens"])] * (each["num_new"] - self.num_missing)}
+            for each in requests
+        ]
 
-    def close(self) -> None:
+    def rest(self) -> None:
         pass
 
 
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     monkeypatch.setattr(throughput, "tokenizer", lambda name: Words())
-    return argparse.Namespace(clients=3, shared=40, own=10, new=8, rounds=2)
+    return argparse.Namespace(model="m", clients=3, shared=40, own=10, new=8, rounds=2)
 
 
 def test_all_engines_get_the_same_prompts_and_no_round_has_those_of_another(
     options: argparse.Namespace,
 ) -> None:
-    batchers = {"ours": Rule(has_cache=True), "transformers": Rule(), "vllm": Rule(has_cache=True)}
-    times, answers = throughput._measure("m", batchers, options)
+    workers = {"ours": Rule(), "transformers": Rule(), "vllm": Rule()}
+    times, answers = throughput._measure(workers, options)
     assert {who: len(took) for who, took in times.items()} == {
         "ours": 2, "ours warm": 2, "transformers": 2, "vllm": 2, "vllm warm": 2
     }  # fmt: skip
     assert answers["ours"] == answers["transformers"] == answers["vllm"]
-    asked = batchers["ours"].asked
+    asked = workers["ours"].asked
     starts = [tuple(prompt[:40]) for prompt in asked]
     assert len(set(starts)) == 1 + options.rounds  # of the warm-up and of each round
     assert len({tuple(prompt) for prompt in asked}) == len(asked)
@@ -62,7 +62,7 @@ def test_all_engines_get_the_same_prompts_and_no_round_has_those_of_another(
 
 def test_short_answers_are_an_error(options: argparse.Namespace) -> None:
     with pytest.raises(RuntimeError, match="cb: answers have"):
-        throughput._measure("m", {"ours": Rule(), "cb": Rule(num_missing=1)}, options)
+        throughput._measure({"ours": Rule(), "cb": Rule(num_missing=1)}, options)
 
 
 def test_rows_hold_medians_ratios_and_agreement(options: argparse.Namespace) -> None:
@@ -85,17 +85,14 @@ def test_gaps_are_those_that_reach_into_the_time() -> None:
     assert gaps([[], [1.0]], 0.0) == []
 
 
-def test_the_peak_of_a_batch_is_seen() -> None:
-    class Engine:
-        calls = 0
+def test_a_peak_is_seen() -> None:
+    seen: list[int] = []
 
-        def batch_stats(self) -> dict[str, int]:
-            self.calls += 1
-            return {"kv_bytes": 100 if self.calls == 2 else 5, "num_running": self.calls}
+    def read() -> int:
+        seen.append(100 if len(seen) == 2 else 5)
+        return seen[-1]
 
-    engine = Engine()
-    with Peak(engine) as peak:
-        while engine.calls < 4:
+    with Peak(read, 0.001) as peak:
+        while len(seen) < 4:
             pass
-    assert (peak.size_bytes, peak.num_running) == (100, 2)
-    assert peak.most_running >= 4
+    assert peak.most == 100

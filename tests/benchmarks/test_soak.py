@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-import soak
+from benchmarks.common.measure import resident_mb
+from benchmarks.serving import soak
+from benchmarks.serving.soak_questions import Question, make_questions, tellable, text_of
+from benchmarks.serving.soak_verdict import ABORTED, GAVE_UP, Tally, growth
 from fake_openai import NUM_ALONE, FakeServer, serving
-from server_process import resident_mb
-from soak_questions import Question, make_questions, tellable, text_of
-from soak_verdict import ABORTED, GAVE_UP, Tally, growth
 
 
 def row_of(server: FakeServer, **changes: object) -> dict[str, object]:

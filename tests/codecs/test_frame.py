@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from fakes import GEOMETRY, FakeSlots
 from kvboost.codecs import frame as frames
-from kvboost.codecs.frame import ALIGNMENT, FrameError
+from kvboost.codecs.base import ALIGNMENT
+from kvboost.codecs.frame import FrameError
 from kvboost.codecs.raw import RawCodec
 from kvboost.core import Anchor, ContentKey, Entry, Namespace, PrefixKey, Provenance, Span
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-import run as benchmarks
+from benchmarks import run as benchmarks
 from kvboost.cli.main import make_parser
 from kvboost.errors import ConfigError
 from kvboost.server.keys import tomllib

@@ -30,7 +30,7 @@ from kvboost.core import FrameKey, MatchKind, ReusePlan, Span
 from kvboost.engine.prefill import Terms, bring, keep, look_up, space_of
 from kvboost.reuse.place import assemble
 from kvboost.rope import move
-from kvboost.tiers.epochs import read_epoch
+from kvboost.tiers.notes import read_epoch
 
 TEXTS = [words(100, seed) for seed in range(4)]
 QUESTIONS = [words(6, 50 + seed) for seed in range(3)]

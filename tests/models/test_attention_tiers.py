@@ -132,13 +132,13 @@ def test_gpus_have_what_their_capability_and_the_package_allow(
     monkeypatch.setitem(sys.modules, "flash_attn", FlashAttn())
     assert get_flash_attn_tier() == "flash_attn" and get_flash_attn_tier("cpu") == "flash_sdpa"
     cuda = torch.device("cuda")
-    assert kernels.why_not("flash_attn", cuda, torch.bfloat16) == ""
-    assert "not float32" in kernels.why_not("flash_sdpa", cuda, torch.float32)
+    assert kernels.tier_refusal("flash_attn", cuda, torch.bfloat16) == ""
+    assert "not float32" in kernels.tier_refusal("flash_sdpa", cuda, torch.float32)
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
     assert get_flash_attn_tier() == "flash_sdpa"  # a package that is broken
     a100.capability = (7, 5)
     assert get_flash_attn_tier() == "sdpa" and not flash_attention_available()
-    assert "this one has 7.5" in kernels.why_not("flash_sdpa", cuda)
+    assert "this one has 7.5" in kernels.tier_refusal("flash_sdpa", cuda)
 
 
 @pytest.mark.parametrize("tier", ["flash_sdpa", "sdpa"])

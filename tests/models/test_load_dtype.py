@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvboost.models import processor
+from kvboost.models import numerics
 from kvboost.models.load import load
 from tiny_models import save
 
@@ -26,7 +26,7 @@ ARM = "processor\t: 0\nFeatures\t: fp asimd i8mm\n"
 @pytest.fixture
 def cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What this machine says about its CPU, to be written."""
-    monkeypatch.setattr(processor, "INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(numerics, "INFO", tmp_path / "cpuinfo")
     return tmp_path / "cpuinfo"
 
 
@@ -41,12 +41,12 @@ def saved(folder: Path, dtype: torch.dtype) -> str:
 )
 def test_a_cpu_says_what_it_has(cpu: Path, told: str, has_it: bool) -> None:
     cpu.write_text(told)
-    assert processor.has_bfloat16() is has_it
+    assert numerics.has_bfloat16() is has_it
 
 
 def test_a_mac_is_believed_to_have_it(cpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor.platform, "machine", lambda: "arm64")
-    assert processor.has_bfloat16()
+    monkeypatch.setattr(numerics.platform, "machine", lambda: "arm64")
+    assert numerics.has_bfloat16()
 
 
 @pytest.mark.parametrize("arguments", [{}, {"dtype": "auto"}])

@@ -12,7 +12,7 @@ from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from evaluation_tasks import make_tasks
+from benchmarks.quality.evaluation_tasks import make_tasks
 from kvboost import ConfigError
 from kvboost.config import option_names
 from kvboost.integrations.lm_eval import SHARED_NAMES, WITHOUT_EFFECT  # registers the model

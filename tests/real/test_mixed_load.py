@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import soak
+from benchmarks.serving import soak
 from servers import kvboost_server
 
 pytestmark = [pytest.mark.model, pytest.mark.servers, pytest.mark.long]

@@ -20,14 +20,14 @@ import redis
 import torch
 from transformers import AutoTokenizer
 
+from benchmarks.common.material import stream
+from benchmarks.serving.vllm_server import Reply, VllmServer
 from kvboost import KVBoost
 from kvboost.connectors.vllm.events import EventReader
 from kvboost.routing import places
 from kvboost.routing.book import Book
 from kvboost.routing.held import Held
-from material import stream
 from servers import free_port, redis_server
-from vllm_server import Reply, VllmServer
 
 pytestmark = pytest.mark.vllm
 

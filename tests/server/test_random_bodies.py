@@ -8,7 +8,7 @@ import os
 import httpx
 import pytest
 
-import fuzz
+from benchmarks.serving import fuzz
 from servers import KVBoostServer
 
 pytestmark = pytest.mark.servers

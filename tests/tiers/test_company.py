@@ -14,9 +14,9 @@ from kvboost.core import Match, MatchKind, Provenance, ReusePlan
 from kvboost.reuse import lookup
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import content_key, derive, namespace
-from kvboost.reuse.lookup import find, find_moved
+from kvboost.reuse.lookup import COMPANY_WINDOW as WINDOW
+from kvboost.reuse.lookup import Company, find, find_moved
 from kvboost.reuse.store import commit, commit_approximate
-from kvboost.tiers.company import WINDOW, Company
 from kvboost.tiers.store import ChunkStore
 
 SPACE = namespace(b"model", "", None)

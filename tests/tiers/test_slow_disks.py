@@ -18,12 +18,12 @@ from fakes import WordTokenizer, words
 from fuse_disk import FuseDisk, fuse_disk
 from kvboost import KVBoost
 from kvboost.codecs.frame import write
-from kvboost.codecs.host import HostFrames
 from kvboost.codecs.raw import RawCodec
 from kvboost.core import Entry, FrameKey, KVGeometry, Namespace, PlaneGroup, PrefixKey, Provenance
 from kvboost.metrics import Metrics
 from kvboost.tiers.disk.tier import DiskTier
 from kvboost.tiers.guarded import Patience
+from kvboost.tiers.host import HostFrames
 from kvboost.tiers.memory import MemoryTier
 from kvboost.tiers.stack import Opener, TierStack
 from tiny_models import SUPPORTED, build

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvboost.errors import ConfigError
-from kvboost.weights.plan import PIECES_IN_BUDGET, PIECES_IN_WINDOW, piece_bytes, plan
+from kvboost.weights.layout import PIECES_IN_BUDGET, PIECES_IN_WINDOW, piece_bytes, plan
 
 
 def test_everything_stays_if_it_fits() -> None:

@@ -19,8 +19,7 @@ from kvboost.models.hf import HFModel
 from kvboost.models.load import load
 from kvboost.weights import pages
 from kvboost.weights.awq import AWQLinear
-from kvboost.weights.carrier import Brought, Tensors
-from kvboost.weights.copies import DeviceCopies
+from kvboost.weights.carrier import Brought, DeviceCopies, Tensors
 from kvboost.weights.stream import StreamedWeights, stream_weights, streamed
 from loras import save_adapter
 from tiny_models import build, save

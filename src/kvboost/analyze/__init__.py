@@ -1,1 +1,1 @@
-"""What reuse would save, told from a log of requests: no model, no GPU, no text leaves."""
+"""What reuse would save, estimated from a log of requests: no model, no GPU, no text leaves."""

@@ -1,4 +1,4 @@
-"""What a user may choose. It loads nothing, so that the command's help is quick."""
+"""Choices and defaults of the command; loads nothing, so that its help is quick."""
 
 ROUTINGS = ("round-robin", "least-loaded", "two-choices", "prefix-hash", "reuse")
 BYTES_PER_TOKEN = 4.0  # of English

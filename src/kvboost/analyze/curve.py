@@ -1,8 +1,8 @@
-"""How much of the prompts a cache would hold, by its size: least-recently-used, in one pass.
+"""Reuse by cache size, for LRU caches of all sizes in one pass.
 
-A name is found in a cache if all that was used since its last use, and itself, fit into it: one
-distance tells the answer for every size. Above `max_names` only names with small hashes are
-followed; a cache then looks smaller by the same factor, so distances are scaled up.
+A hit depends on the reuse distance: how much was used since the last use. One distance gives the
+answer for every size. Above `max_names` only names with small hashes are followed; a cache then
+looks smaller by the same factor, so distances are scaled up.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Curve:
         order = np.argsort(names, kind="stable")
         is_same = np.zeros(len(names), np.bool_)
         is_same[1:] = names[order[1:]] == names[order[:-1]]
-        # What stands twice in a prompt is one thing to the cache, with the tokens of both.
+        # What occurs twice in a prompt is one entry of the cache, with the tokens of both.
         is_latest = np.ones(len(names), np.bool_)
         is_latest[:-1] = ~(is_same[1:] & (owners[order[1:]] == owners[order[:-1]]))
         latest = np.flatnonzero(is_latest)
@@ -173,7 +173,7 @@ def _groups(names: Names) -> Ints:
 
 
 def _mixed(names: Names) -> Names:
-    """Names as if drawn by chance; whoever made them may have liked small ones."""
+    """Names spread evenly over all numbers; traces may prefer small ones."""
     names = (names ^ (names >> np.uint64(30))) * _MIX[0]
     names = (names ^ (names >> np.uint64(27))) * _MIX[1]
     return names ^ (names >> np.uint64(31))

@@ -262,7 +262,7 @@ def _parts(request: LoggedRequest) -> tuple[list[int], list[float]]:
 
 
 class _Router:
-    """Chooses replicas by a rule; what replicas tell is for those who listen."""
+    """Chooses replicas by a rule; the default ignores their reports."""
 
     def __init__(self, setup: Setup, loads: dict[str, int], seed: int) -> None:
         self.setup, self.loads, self.chance = setup, loads, random.Random(seed)

@@ -1,7 +1,7 @@
 """Reads logs of requests: hash traces in Mooncake's format, or bodies sent to an OpenAI server.
 
 A prompt becomes names: of its blocks, each naming everything from the start, and of its pieces,
-which are the same wherever a text stands. Nothing of the text is kept.
+which are the same at any position. No text is kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a log told, for people and for programs: tables, JSON, a picture, and what is saved."""
+"""The report of an analysis: tables, JSON, a plot, and what reuse saves."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def _num_tokens(findings: Findings) -> int:
 
 
 def _period(findings: Findings) -> tuple[str, float]:
-    """What savings are told for, and how many times the log it is."""
+    """The period that savings are given for, and its length in logs."""
     if findings.span_s < LEAST_SPAN_S:
         return "log", 1.0
     return "day", DAY_S / findings.span_s

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvboost.bench.machine import cpu_field
 from kvboost.errors import ConfigError, KVBoostError
 
 OWN = "own"
@@ -140,7 +141,7 @@ def llama_flags() -> list[str]:
     flags = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DLLAMA_OPENSSL=OFF"]
     flags += ["-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF"]
     flags += ["-DLLAMA_USE_PREBUILT_UI=OFF"]
-    return flags + instruction_flags(_cpu_flags())
+    return flags + instruction_flags(frozenset(cpu_field("flags").split()))
 
 
 def instruction_flags(found: frozenset[str]) -> list[str]:
@@ -152,13 +153,6 @@ def instruction_flags(found: frozenset[str]) -> list[str]:
         return []
     chosen = {name: "ON" if feature in found else "OFF" for name, feature in FEATURES.items()}
     return ["-DGGML_NATIVE=OFF", *(f"-DGGML_{name}={value}" for name, value in chosen.items())]
-
-
-def _cpu_flags() -> frozenset[str]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    named = (line.partition(":")[2].split() for line in lines if line.startswith("flags"))
-    return frozenset(next(named, []))
 
 
 TORCH = "install torch==2.13.0"  # first: packages that ask for any torch are then content with it

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +41,10 @@ def compare(pairs: Sequence[tuple[float, float]]) -> Compared:
     )
 
 
-def interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """Where the median of such values would lie in 95 % of repetitions."""
+def interval(
+    values: npt.NDArray[np.float64], of: Callable[..., Any] = np.median
+) -> tuple[float, float]:
+    """Where the median, or another figure, of such values would lie in 95 % of repetitions."""
     drawn = np.random.default_rng(0).choice(values, (NUM_SAMPLES, len(values)))
-    low, high = np.percentile(np.median(drawn, axis=1), EDGES)
+    low, high = np.percentile(of(drawn, axis=1), EDGES)
     return round(float(low), 4), round(float(high), 4)

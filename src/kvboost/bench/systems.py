@@ -128,10 +128,10 @@ class WorkerProcess:
         """Wait until it does nothing any more."""
         self._command({"do": "rest"})
 
-    def traffic(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-        """Times of prompts that come at their times (`at_s`), in their order."""
+    def traffic(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Times and answers of prompts that come at their times (`at_s`), in their order."""
         reply = self._command({"do": "traffic", "requests": [dict(each) for each in requests]})
-        answers: list[dict[str, float]] = reply["answers"]
+        answers: list[dict[str, Any]] = reply["answers"]
         return answers
 
     def close(self) -> None:

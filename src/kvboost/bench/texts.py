@@ -31,6 +31,11 @@ class Fact:
     answer: str
 
 
+def reference_pages() -> list[str]:
+    """Pages of Python's own documentation, without the lines that are drawn in them."""
+    return [re.sub(r"[*=~^]{3,}|\n{3,}", "\n\n", text).strip() for text in topics.values()]
+
+
 class Dealer:
     """Deals text that was not dealt before, so that a cold prompt is cold."""
 

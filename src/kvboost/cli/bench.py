@@ -1,4 +1,4 @@
-"""`kvboost bench`: KVBoost beside other systems on this machine, and the report of it."""
+"""`kvboost bench`: compares KVBoost with other systems on this machine, and reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvboost cache`: the folder of a disk tier: its contents, their check, and their removal."""
+"""`kvboost cache`: lists, checks and cleans the folder of a disk tier."""
 
 from __future__ import annotations
 

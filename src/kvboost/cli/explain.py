@@ -1,4 +1,4 @@
-"""`kvboost explain`: what of a prompt is reused, in colours."""
+"""`kvboost explain`: which spans of a prompt are reused, in colours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `kvboost top` shows of the figures of a server."""
+"""The view of `kvboost top`."""
 
 from __future__ import annotations
 

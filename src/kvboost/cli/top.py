@@ -1,4 +1,4 @@
-"""`kvboost top`: a running server, in the terminal."""
+"""`kvboost top`: watches a running server in the terminal."""
 
 from __future__ import annotations
 

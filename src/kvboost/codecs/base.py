@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     """One tensor [planes, heads, tokens, head_dim] for each plane group of the geometry."""
 
 
+ALIGNMENT = 64  # of sections of a frame: tensors are views of them
+
 CODEC_NAMES = {0: "raw", 1: "int8", 2: "int4"}
 """By the number in the frame; a number is never given to another format."""
 
@@ -43,3 +45,8 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, payload: memoryview, num_tokens: int) -> KV:
         """The K/V in `payload`, which has the right size; may be read-only views of it."""
+
+
+def aligned(num_bytes: int) -> int:
+    """Bytes up to the next section of a frame."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

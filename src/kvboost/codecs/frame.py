@@ -1,7 +1,7 @@
-"""Frame v1: a chunk's K/V with everything that is needed to know it again, in one piece of bytes.
+"""Frame v1: the bytes of one chunk as tiers store it, with all that identifies it.
 
 docs/concepts/frame-format.md is the same on a page. Nothing here allocates more than it was given,
-and nothing is believed before its checksum was right.
+and nothing is trusted before its checksum was verified.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
 
+from kvboost.codecs.base import aligned
 from kvboost.codecs.slabs import Slabs
 from kvboost.core import (
     TOKEN_BYTES,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 MAGIC = b"KVBF"
 VERSION = 1
-ALIGNMENT = 64  # of the payload: tensors are views of it
 MAX_HOME = 2**31 - 1  # positions
 MAX_HEAD_BYTES = 1 << 20  # no head of an honest frame comes near it
 
@@ -77,11 +77,11 @@ def write(
 ) -> memoryview:
     """A frame in memory of its own; the caller may overwrite `kv` afterwards.
 
-    `anchors` are the places by which the chunk is found wherever it stands.
+    The chunk is found at any position by its `anchors`.
     """
     words = b"".join(_ANCHOR.pack(*anchor) for anchor in anchors)
     parts = (describe(codec.geometry).encode(), entry.tokens, sensitivity, words)
-    head_bytes = _aligned(_FIXED.size + sum(map(len, parts)))
+    head_bytes = aligned(_FIXED.size + sum(map(len, parts)))
     payload_bytes = codec.size(entry.num_tokens)
     frame = allocate(head_bytes + payload_bytes)
     payload = frame[head_bytes:]
@@ -120,7 +120,7 @@ def read(source: memoryview) -> Head:
     magic, version, codec, provenance, start, *sizes, home, payload_bytes = fixed[:11]
     if magic != MAGIC or version != VERSION:
         raise FrameError(f"not a frame of version {VERSION}")
-    if start > min(len(source), MAX_HEAD_BYTES) or start != _aligned(_FIXED.size + sum(sizes)):
+    if start > min(len(source), MAX_HEAD_BYTES) or start != aligned(_FIXED.size + sum(sizes)):
         raise FrameError("the lengths of its parts do not add up")
     key, parent, space, payload_sum, seal = fixed[11:]
     if _seal(source[:start]) != seal:
@@ -158,7 +158,7 @@ def read(source: memoryview) -> Head:
 
 
 def check(source: memoryview, key: FrameKey) -> Head:
-    """Like `read`, but believes nothing: every bit is checked, and that it is the frame of `key`.
+    """Like `read`, but verifies every bit, and that it is the frame of `key`.
 
     For bytes that come from a disk or a network.
     """
@@ -219,10 +219,6 @@ def describe(geometry: KVGeometry) -> str:
     """A geometry in words: the dtype, then planes x heads x head size of each group."""
     groups = (f"{len(g.planes)}x{g.heads}x{g.head_dim}" for g in geometry.groups)
     return " ".join([geometry.dtype, *groups])
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _seal(head: memoryview) -> int:

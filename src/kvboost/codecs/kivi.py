@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from kvboost.codecs.base import Codec
+from kvboost.codecs.base import Codec, aligned
 
 if TYPE_CHECKING:
     from kvboost.codecs.base import KV
     from kvboost.core import KVGeometry
 
-ALIGNMENT = 64  # of every section: tensors are views of them
 TOKENS, DIMS = 2, 3  # axes of [planes, heads, tokens, head_dim]
 
 
@@ -79,7 +78,7 @@ class KiviCodec(Codec):
     def size(self, num_tokens: int) -> int:
         """Parameters and codes of each strip, aligned."""
         return sum(
-            _aligned(math.prod(shape) * self.geometry.itemsize) + _aligned(num_bytes)
+            aligned(math.prod(shape) * self.geometry.itemsize) + aligned(num_bytes)
             for shape, num_bytes in (self._sizes(strip, num_tokens) for strip in self._strips)
         )
 
@@ -138,9 +137,9 @@ class KiviCodec(Codec):
             shape, num_bytes = self._sizes(strip, num_tokens)
             stop = cursor + math.prod(shape) * self.geometry.itemsize
             parameters = whole[cursor:stop].view(self._dtype).view(shape)
-            cursor += _aligned(stop - cursor)
+            cursor += aligned(stop - cursor)
             yield strip, parameters, whole[cursor : cursor + num_bytes]
-            cursor += _aligned(num_bytes)
+            cursor += aligned(num_bytes)
 
     def _sizes(self, strip: Strip, num_tokens: int) -> tuple[tuple[int, ...], int]:
         """Shape of a strip's parameters, bytes of its codes."""
@@ -234,7 +233,3 @@ def _slices(places: list[int]) -> Iterator[slice]:
         )
         yield slice(places[0], places[count - 1] + 1, pace)
         places = places[count:]
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

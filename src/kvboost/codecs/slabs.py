@@ -1,4 +1,4 @@
-"""Memory for frames: many of them share a mapping, because the system limits the number of maps."""
+"""Memory for frames: many share a mapping, because the system limits the number of mappings."""
 
 from __future__ import annotations
 

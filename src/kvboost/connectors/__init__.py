@@ -1,1 +1,1 @@
-"""KVBoost inside engines of others."""
+"""KVBoost inside other engines."""

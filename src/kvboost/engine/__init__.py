@@ -1,1 +1,1 @@
-"""The engine: the stages put to work for one process."""
+"""The engine: public API, worker thread, batch, results and audits."""

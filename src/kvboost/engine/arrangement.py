@@ -1,11 +1,11 @@
-"""Arrangement: documents of a prompt in the order that continues what is stored the longest."""
+"""Arrangement: the order of a prompt's documents that gives it the longest exact prefix."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-MOST_TRIED = 64  # beginnings of a prompt that are looked up
+MOST_TRIED = 64  # prefixes that are looked up
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,11 +17,10 @@ class Piece:
 
 
 class Arrangement:
-    """Chooses the order of documents.
+    """Orders documents: those that continue a stored prompt, then other stored ones, then new ones.
 
-    Those first that continue a stored prompt, as far as one can be continued; then those that are
-    stored elsewhere; new ones last. So a prompt has the longest exact prefix, and the next one
-    with some of its documents may have it as well.
+    So the prompt has the longest exact prefix, and later prompts with some of its documents may
+    share it.
     """
 
     def __init__(
@@ -33,7 +32,7 @@ class Arrangement:
         self.order: tuple[int, ...] = ()  # of the documents, once arranged
 
     def __call__(self, pieces: Sequence[Piece]) -> list[int]:
-        """The tokens of a prompt with its documents in a new order, in the places that it has."""
+        """The tokens of a prompt with its documents in the chosen order."""
         slots = [place for place, piece in enumerate(pieces) if piece.document is not None]
         documents = [pieces[place] for place in slots]
         texts = [  # before each document, and after the last one

@@ -1,4 +1,4 @@
-"""Audits: an answer on moved K/V against full prefill, in idle time."""
+"""Audits: outputs on moved K/V compared with a full prefill, in idle time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvboost.models.rows import Rows
 
 log = logging.getLogger(__name__)
 
-MOST_AUDITED = 32  # tokens of an answer
-STEP_TOKENS = 64  # computed at once: a request that comes meanwhile waits for no more
+MOST_AUDITED = 32  # tokens of an output
+STEP_TOKENS = 64  # computed at once: a new request waits for no more
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What is needed to judge one answer later."""
+    """A finished request, with all that its audit needs."""
 
     tokens: list[int]
     answer: list[int]
@@ -35,7 +35,7 @@ class Audit:
 def prepare_audit(
     request: Request, parts: Parts, prefilled: Prefilled, terms: Terms, answer: list[int]
 ) -> Audit | None:
-    """What an audit of this answer on moved K/V needs, if the quality budget wants one."""
+    """The audit of a request that reused moved K/V, if the guardrail wants one."""
     rows = prefilled.rows
     if rows.length < len(request.tokens) or not answer:
         return None
@@ -56,9 +56,9 @@ def prepare(
     terms: Terms,
     num_reused: int,
 ) -> Audit:
-    """Read off the logits of an answer while its K/V is still there.
+    """Compute the logits of an output again, while its K/V is still there.
 
-    The last prompt token and the answer are run once more on the rows before them.
+    The last prompt token and the output run once more on the rows before them.
     """
     answer = answer[:MOST_AUDITED]
     first, stop, length = len(tokens) - 1, len(tokens) + len(answer) - 1, rows.length
@@ -70,10 +70,10 @@ def prepare(
 
 
 def carry_out(audit: Audit, parts: Parts, promotion: Iterator[None] | None) -> Iterator[None]:
-    """Compute the same answer in full, step by step, and tell the guard how far it was away.
+    """Compute the same output with a full prefill, in steps, and tell the guardrail the distance.
 
-    `promotion` stores what is needed first. If it could not, the audit is skipped: it needs memory
-    outside of the pool, which is for engines that cannot promote.
+    `promotion` stores the prompt exactly first. If it could not, the audit is skipped: only engines
+    that cannot promote audit in memory outside of the pool.
     """
     workload = parts.workload(audit.terms.tenant)
     try:
@@ -94,7 +94,7 @@ def carry_out(audit: Audit, parts: Parts, promotion: Iterator[None] | None) -> I
 
 
 def _num_needed(audit: Audit) -> int:
-    """First tokens whose exact K/V makes the rest a step."""
+    """Length of the stored exact prefix that leaves one step to compute."""
     return len(audit.tokens) - 1 - STEP_TOKENS
 
 
@@ -105,9 +105,9 @@ def _has_room(audit: Audit, parts: Parts) -> bool:
 def _full_logits(
     audit: Audit, parts: Parts, *, continues: bool
 ) -> Generator[None, None, torch.Tensor]:
-    """Logits of the answer without moved K/V; stops after each step, and keeps no rows of the pool.
+    """Logits of the output without moved K/V; yields after each step, and then holds no rows.
 
-    `continues` stored K/V, which is a full prefill's.
+    `continues`: start from stored exact K/V.
     """
     everything, first = audit.tokens + audit.answer[:-1], len(audit.tokens) - 1
     tenant, num_rows = audit.terms.tenant, len(everything)
@@ -132,7 +132,7 @@ def _full_logits(
 
 
 def num_at_hand(tokens: Sequence[int], parts: Parts, tenant: str) -> int:
-    """How many first tokens have exact K/V in memory."""
+    """Length of the prefix whose exact K/V is in memory."""
     num, memory = 0, parts.store.tiers.memory
     for match in look_up(tokens, parts, Terms("exact", tenant)).matches:
         if not memory.holds(match.key):

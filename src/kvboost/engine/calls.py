@@ -1,4 +1,4 @@
-"""From a call to its request, and to what tiers below memory have for it."""
+"""Requests from calls, and the loading of their K/V from tiers below memory."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from kvboost.engine.texts import Prompt
 
-NUM_LOADERS = 4  # requests for which tiers below memory are asked at once
+NUM_LOADERS = 4  # requests that load from tiers below memory at once
 
 
 class Calls:
-    """Makes requests and loads for them. Thread-safe."""
+    """Makes requests and loads their K/V. Thread-safe."""
 
     def __init__(self, parts: Parts, tokenizer: PreTrainedTokenizerBase) -> None:
         self._parts, self._tokenizer = parts, tokenizer
@@ -64,7 +64,7 @@ class Calls:
         )
 
     def loading(self, request: Request) -> Request:
-        """The same request; what tiers below memory have of it is on its way."""
+        """The same request, loading in the background from tiers below memory."""
         if not self._parts.store.tiers.is_deep or request.reuse == "off":
             return request
         parts, terms = self._parts.under(request.adapter), Terms(request.reuse, request.tenant)
@@ -75,7 +75,7 @@ class Calls:
         return replace(request, loading=loading)
 
     def loaded(self, request: Request) -> Request:
-        """The same request, once what tiers below memory have of it is there."""
+        """The same request, once it has loaded from tiers below memory."""
         request = self.loading(request)
         if request.loading is not None:
             wait([request.loading])

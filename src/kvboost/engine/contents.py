@@ -1,4 +1,4 @@
-"""What the store holds for a tenant: to list, pin and delete, and to arrange documents by."""
+"""The stored chunks of a tenant: listed, pinned, deleted, and used to arrange documents."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Contents:
     def arrangement(
         self, order: DocumentOrder, tenant: str, adapter: str | None
     ) -> Arrangement | None:
-        """What arranges the documents of a prompt, if they may be."""
+        """What arranges a prompt's documents, if their order may change."""
         if order == "given":
             return None
         if order != "any":
@@ -105,7 +105,7 @@ class Contents:
             longer = index.extension(key.parent, chunk.tokens)
             if longer is not None:
                 wanted.add(longer.key)
-        # The same text in the middle of other prompts; what is only in part of it stays.
+        # And the same text inside other prompts; chunks that only overlap with it stay.
         wanted.update(index.within(b"".join(chunk.tokens for chunk in chunks), space))
         return parts.store.delete(wanted)
 

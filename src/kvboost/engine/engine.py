@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from kvboost.build import build
 from kvboost.config import OptionValues, certified_folder, check_reuse, make_options
 from kvboost.core import ReuseMode, Sampling, StoreListener
-from kvboost.engine.batch.arguments import sampling_of
 from kvboost.engine.batch.front import BatchFront
 from kvboost.engine.batch.member import Listener
 from kvboost.engine.batch.ticket import Ticket
 from kvboost.engine.calls import Calls
 from kvboost.engine.contents import Contents
 from kvboost.engine.explain import explain
+from kvboost.engine.guest import sampling_of
+from kvboost.engine.report import cache_stats
 from kvboost.engine.request import DEFAULT_NEW_TOKENS, CallArguments, DocumentOrder, Request
 from kvboost.engine.results import CorrectnessReport, GenerationResult, ReuseReport, WarmResult
 from kvboost.engine.score import ScoreResult, continuation_tokens
-from kvboost.engine.stats import cache_stats
 from kvboost.engine.stream import TextStream, text_of
 from kvboost.engine.texts import PREFACE, chat_tokens, texts_to_warm, tokens_of
 from kvboost.engine.verify import prompts_to_verify, verify, verify_moved

@@ -20,9 +20,8 @@ from kvboost.engine.prefill import (
     worthwhile,
 )
 from kvboost.engine.report import describe, expected_ms
-from kvboost.engine.request import Request
+from kvboost.engine.request import Request, reuse_refusal, terms_of
 from kvboost.engine.results import ReuseReport, SpanReport
-from kvboost.engine.terms import terms_of, why_not
 from kvboost.policy.cost import Work
 from kvboost.reuse.lookup import LEAST_MOVED_TOKENS, LEAST_TOKENS
 from kvboost.tiers.index import ChunkIndex
@@ -34,7 +33,7 @@ def explain(request: Request, parts: Parts, *, across_tenants: bool) -> ReuseRep
     `across_tenants` also says whether text is stored for somebody else, which is for operators.
     """
     tokens, parts = request.tokens, parts.under(request.adapter)
-    refusal = why_not(request, parts.model, len(tokens))
+    refusal = reuse_refusal(request, parts.model, len(tokens))
     terms, note = terms_of(request, parts, is_refused=bool(refusal))
     found = look_up(tokens, parts, terms)
     wanted = worthwhile(found, parts, terms)
@@ -102,7 +101,7 @@ def _first_difference(
     keys: Sequence[ChunkKeys],
     index: ChunkIndex,
 ) -> str:
-    """Where a prompt with the same beginning goes on otherwise."""
+    """Where the nearest stored prompt differs."""
     for chunk, key in zip(chunks, keys, strict=True):
         if chunk.span.stop <= span.start:
             continue
@@ -110,8 +109,8 @@ def _first_difference(
         if near is None or num_shared == 0 or num_shared >= near.num_tokens:
             return ""
         stored = np.frombuffer(near.tokens, "<u4")[num_shared]
-        place = chunk.span.start + num_shared
-        if place >= len(tokens) or len(chunk.tokens) // TOKEN_BYTES <= num_shared:
+        position = chunk.span.start + num_shared
+        if position >= len(tokens) or len(chunk.tokens) // TOKEN_BYTES <= num_shared:
             return ""
-        return f"token {place} is {tokens[place]}; the nearest stored prompt has {stored}"
+        return f"token {position} is {tokens[position]}; the nearest stored prompt has {stored}"
     return ""

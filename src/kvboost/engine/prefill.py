@@ -1,4 +1,4 @@
-"""The flow: the seven stages in their order, a line each."""
+"""Prefill with reuse: the seven stages in their order, a line each."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ Chunks: TypeAlias = dict[FrameKey, StoredChunk]
 
 
 class Brought:
-    """Stored chunks that stay in memory for a request that waits."""
+    """Chunks that are held in memory for a request until its rows are filled."""
 
     def __init__(self, memory: MemoryTier) -> None:
         self._memory = memory
         self.held: list[FrameKey] = []
 
     def release(self) -> None:
-        """Let them leave; those of a request that is forgotten may leave by themselves."""
+        """Allow their eviction again; happens by itself when a request is dropped."""
         held, self.held = self.held, []
         for key in held:
             self._memory.release(key)
@@ -77,10 +77,10 @@ class Decision:
     plan: ReusePlan
     dropped: tuple[Span, ...]  # found, but computing it is expected to be faster
     is_alone: bool  # rotates its keys unlike shorter sequences
-    capacity: int  # tokens that the sequence may come to
+    capacity: int  # most tokens of the sequence
     started_at: float
     lookup_ms: float
-    num_shared: int = 0  # tokens at the start whose rows are there already
+    num_shared: int = 0  # tokens at the start whose rows another request shares
 
     def on_shared(self, chunks: Sequence[Chunk], keys: Sequence[ChunkKeys], num: int) -> Decision:
         """The same with the first `num` tokens taken from rows that another request has."""
@@ -109,7 +109,7 @@ class Prefilled:
     lookup_ms: float
     load_ms: float
     placed_at: float
-    selected_at: float  # when it was clear what is computed again
+    selected_at: float  # when repair had selected positions
 
     @property
     def num_cached(self) -> int:
@@ -134,9 +134,9 @@ def prefill(
 
 
 def room_for(num_rows: int, capacity: int, parts: Parts, prefix: Sequence[Run] = ()) -> Rows:
-    """Rows in the pool after a prefix there.
+    """Rows of the pool, after a prefix that is there.
 
-    All `capacity` elsewhere where the pool has too little room: these cannot grow.
+    Private rows for all of `capacity` if the pool has too little room; those cannot grow.
     """
     try:
         return Rows(parts.pool, num_rows, prefix)
@@ -165,7 +165,7 @@ def fill(
 ) -> Prefilled:
     """Place what is reused, choose what of it to repair, and compute all but the last piece.
 
-    There is room for `num_rows` in the end. An exact prefix in the pool is shared, the rest is
+    There is room for `num_rows` afterwards. An exact prefix in the pool is shared, the rest is
     copied. `live` are rows of another request, for the first `num_shared` tokens of the decision.
     With `brought`, which is released, no tier below memory is waited for here.
     """
@@ -230,9 +230,9 @@ def _stored_prefix(
 
 
 def bring(tokens: Sequence[int], parts: Parts, terms: Terms) -> Brought:
-    """Load what tiers below memory have of `tokens`, while a request waits for its turn.
+    """Load what tiers below memory have of `tokens`, while a request is queued.
 
-    No tier is waited for longer than the model would compute what it supplies, but for a moment.
+    No tier is waited for much longer than the model would take to compute the same.
     """
     store = parts.store
     brought = Brought(store.tiers.memory)
@@ -253,13 +253,13 @@ def bring(tokens: Sequence[int], parts: Parts, terms: Terms) -> Brought:
 
 
 def look_up(tokens: Sequence[int], parts: Parts, terms: Terms) -> ReusePlan:
-    """What the store holds of `tokens`: the exact prefix and, if allowed, the rest anywhere."""
+    """What the store holds of `tokens`: the exact prefix and, if allowed, moved text."""
     if terms.reuse == "off":
         return ReusePlan(len(tokens))
     parts.store.settle()
     chunks, keys, space = named_chunks(tokens, parts, terms.tenant)
     plan = find(chunks, keys, parts.store.index, granularity=parts.piece_tokens or 1)
-    # Pieces of fixed shape promise equal bits, which moved K/V cannot keep.
+    # Deterministic prefill promises equal bits, which moved K/V cannot give.
     if terms.reuse == "auto" and parts.model.rotations and parts.piece_tokens is None:
         is_same = parts.options.company == "same"
         plan = find_moved(plan, chunks, parts.store.index, space, same_company=is_same)
@@ -267,7 +267,7 @@ def look_up(tokens: Sequence[int], parts: Parts, terms: Terms) -> ReusePlan:
 
 
 def worthwhile(found: ReusePlan, parts: Parts, terms: Terms) -> ReusePlan:
-    """The part of a plan that is expected to take less time than computing it."""
+    """The part of a plan that is expected to be faster than computing it."""
     exact = tuple(match for match in found.matches if match.kind is MatchKind.EXACT)
     if exact == found.matches:
         return found
@@ -310,11 +310,11 @@ def keep(
     tenant: str,
     sensitivities: bytes = b"",
 ) -> None:
-    """Store the K/V of `tokens` that was computed, which its rows hold from the first one on.
+    """Store the computed K/V of `tokens`, which are the first of its rows.
 
-    K/V before the first moved row is exact. The live stretches after it are stored as approximate,
-    up to the first moved row that is approximate itself: errors would add up with every move.
-    Moved rows are not stored a second time, and nothing is if the tenant's K/V was deleted since.
+    K/V before the first moved row is exact. The live spans after it are stored as approximate, up
+    to the first moved row that is approximate itself: errors would add up with every move. Moved
+    rows are not stored a second time, and nothing is if the tenant's K/V was deleted since.
     """
     rows = prefilled.rows
     if prefilled.space != space_of(tenant, parts):
@@ -338,7 +338,7 @@ def _keep_approximate(prefilled: Prefilled, tokens: Sequence[int], parts: Parts)
 def approximate_chunks(
     prefilled: Prefilled, tokens: Sequence[int], parts: Parts
 ) -> Iterator[tuple[list[Chunk], list[ContentKey]]]:
-    """What is stored of the live stretches behind moved text, with its keys."""
+    """The chunks to store of live spans after moved text, with their keys."""
     rows, space = prefilled.rows, prefilled.space
     plan = prefilled.plan.before(len(tokens))
     live = [span for span in plan.live if span.start >= rows.exact_stop]
@@ -350,7 +350,7 @@ def approximate_chunks(
 
 
 def pin(tokens: list[int], parts: Parts, *, tenant: str, ttl_s: float | None) -> int:
-    """Keep the stored chunks of `tokens` from leaving; return how many they are."""
+    """Pin the stored chunks of `tokens`; returns how many."""
     matches = look_up(tokens, parts, Terms("exact", tenant)).matches
     return parts.store.tiers.pin([match.key for match in matches], ttl_s)
 
@@ -365,7 +365,7 @@ def named_chunks(
 
 
 def _split(tokens: Sequence[int], parts: Parts, first: int = 0) -> list[Chunk]:
-    """Chunks of tokens that stand at `first` and after it."""
+    """The chunks of tokens from position `first` on."""
     options = parts.options
     chunks = split(tokens, options.chunk_size, options.chunk_boundary_window, parts.boundaries)
     moved = [Span(c.span.start + first, c.span.stop + first) for c in chunks]

@@ -1,8 +1,10 @@
-"""What became of each span of a prompt, and why."""
+"""Reports of reuse, span by span, and the statistics of an engine."""
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
+from typing import Any
 
 from kvboost.build import Parts
 from kvboost.config import EXACT_BITS
@@ -10,7 +12,9 @@ from kvboost.core import MatchKind, ReusePlan, Run, Span, counted
 from kvboost.engine.prefill import Prefilled
 from kvboost.engine.request import Request
 from kvboost.engine.results import ReuseReport, SpanReport
+from kvboost.metrics import OTHER_TENANTS
 from kvboost.policy.cost import Work
+from kvboost.tiers.epochs import owner
 
 
 def report(
@@ -37,7 +41,7 @@ def report(
 
 
 def expected_ms(work: Work, parts: Parts) -> float | None:
-    """What the cost model expects of some work; None before it has seen any."""
+    """Predicted time of some work; None before any was observed."""
     seconds = parts.cost.predict(work)
     return None if seconds is None else 1e3 * seconds
 
@@ -65,7 +69,7 @@ def _reason(run: Run, bits: int) -> str:
 
 
 def count(request: Request, prefilled: Prefilled | None, parts: Parts, *, looked_up: bool) -> None:
-    """Raise the counters by a request that ran."""
+    """Count a finished request."""
     num_prompt, adapter = len(request.tokens), request.adapter.name
     add = partial(parts.metrics.add, tenant=request.tenant, adapter=adapter)
     add("requests")
@@ -80,3 +84,54 @@ def count(request: Request, prefilled: Prefilled | None, parts: Parts, *, looked
     add("repaired_tokens", len(prefilled.repaired))
     # The last token is computed in any case.
     add("misses", -(-(num_prompt - 1 - plan.num_reused) // parts.options.chunk_size))
+
+
+def cache_stats(parts: Parts) -> dict[str, Any]:
+    """What is stored now, and what was counted since the engine was made."""
+    counts, tiers = parts.metrics.snapshot(), parts.store.tiers
+    memory = tiers.memory.stats()
+    exact, moved = counts["exact_hits"], counts["moved_hits"]
+    chunks = max(1, exact + moved + counts["misses"])
+    return {
+        "hot_chunks": memory.num_entries,
+        "hot_memory_mb": memory.size_bytes / 2**20,
+        "budget_mb": memory.budget_bytes / 2**20,
+        "pinned_chunks": tiers.memory.num_pinned,
+        "cache_hits": exact + moved,
+        "approximate_hits": moved,
+        "cache_misses": counts["misses"],
+        "hit_rate": (exact + moved) / chunks,
+        "exact_hit_rate": exact / chunks,
+        "index_mb": parts.store.index.size_bytes / 2**20,
+        "quality": parts.guard.snapshot(),
+        "tenants": _tenants(parts, memory.size_bytes),
+        "adapters": {name: _row(each) for name, each in parts.metrics.adapters().items()},
+        "tiers": tiers.stats(),
+        **counts,
+    }
+
+
+def _tenants(parts: Parts, size_bytes: int) -> dict[str, dict[str, int]]:
+    """By tenant: requests, hits, misses, and its part of memory's `size_bytes`."""
+    memory = parts.store.tiers.memory
+    rows = {}
+    for tenant, counts in parts.metrics.tenants().items():
+        whose = owner(tenant, parts.store.epochs.of(tenant))
+        rows[tenant] = {**_row(counts), "memory_bytes": memory.held_bytes(whose)}
+    if OTHER_TENANTS in rows:
+        known_bytes = sum(row["memory_bytes"] for row in rows.values())
+        rows[OTHER_TENANTS]["memory_bytes"] = max(0, size_bytes - known_bytes)
+    return rows
+
+
+def _row(counts: Counter[str]) -> dict[str, int]:
+    exact, moved = counts["exact_hits"], counts["moved_hits"]
+    return {
+        "requests": counts["requests"],
+        "prompt_tokens": counts["prompt_tokens"],
+        "exact_tokens": counts["exact_tokens"],
+        "moved_tokens": counts["moved_tokens"],
+        "cache_hits": exact + moved,
+        "approximate_hits": moved,
+        "cache_misses": counts["misses"],
+    }

@@ -1,4 +1,4 @@
-"""One request, as the engine sees it: tokens, limits, and how to tell the caller."""
+"""A request as the engine sees it: tokens, arguments, and what it may reuse."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypedDict
 
+from kvboost.build import Parts
 from kvboost.config import check_reuse, option_names
 from kvboost.core import ReuseMode
-from kvboost.engine.prefill import Brought
+from kvboost.engine.prefill import Brought, Terms
 from kvboost.engine.results import GenerationMode
 from kvboost.errors import ConfigError
 from kvboost.models.adapters import Adapter
+from kvboost.models.hf import HFModel
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ class Request:
             return None
 
     def stop_loading(self) -> None:
-        """Let go of what was loaded."""
+        """Release what was loaded."""
         if self.loading is None or self.loading.cancel() or not self.loading.done():
             return
         if self.loading.exception() is None:
@@ -148,3 +150,31 @@ def chosen_reuse(
     if mode is not None and reuse is not None:
         raise ConfigError(f"mode={mode} and reuse={reuse!r} mean the same: give one")
     return check_reuse((mode.reuse if mode is not None else reuse) or default)
+
+
+def reuse_refusal(request: Request, model: HFModel, num_tokens: int) -> str:
+    """Why this request must not use the store, or an empty string."""
+    if model.refusal:
+        return model.refusal
+    if request.reuse == "off":
+        return "reuse is off"
+    if model.is_alone(num_tokens):
+        return (
+            f"the rotary embedding changes beyond {model.position_limit} positions and "
+            f"this request may reach {num_tokens}"
+        )
+    return ""
+
+
+def terms_of(request: Request, parts: Parts, *, is_refused: bool) -> tuple[Terms, str]:
+    """What the request may reuse, and a note of the guardrail."""
+    if is_refused:
+        return Terms("off", request.tenant), ""
+    if request.reuse != "auto":
+        return Terms(request.reuse, request.tenant), ""
+    if not parts.model.rotations:
+        return Terms("exact", request.tenant), parts.model.rotation_refusal
+    allowed = parts.guard.terms(parts.workload(request.tenant))
+    if not allowed.allows_moved:
+        return Terms("exact", request.tenant), allowed.note
+    return Terms("auto", request.tenant, allowed.ratio), allowed.note

@@ -1,4 +1,4 @@
-"""Log probabilities of continuations: the prompt once, with reuse, then each of them."""
+"""Scoring: log probabilities of continuations, after one prefill of the prompt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvboost.engine.batch.member import Member
     from kvboost.engine.texts import Prompt
 
-STEP_TOKENS = 256  # whose logits are there at once: a row has the size of the vocabulary
+STEP_TOKENS = 256  # per forward: the logits of each have the size of the vocabulary
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def continuation_tokens(
     ]
     if not tokens or not all(tokens):
         raise ConfigError("nothing to score: no continuations, or one is empty")
-    for place, each in enumerate(tokens):
-        check_ids(each, num_known, f"continuations[{place}]")
+    for number, each in enumerate(tokens):
+        check_ids(each, num_known, f"continuations[{number}]")
     return tokens
 
 
@@ -84,9 +84,9 @@ class Scoring:
     def steps(self, member: Member) -> Generator[None, None, None]:
         """Score one continuation after the other; stops after each forward."""
         model, rows, tokens = member.parts.model, member.rows, member.request.tokens
-        places, corrected = member.take(len(member.pending))
-        rest = [tokens[place] for place in places]
-        first = model.forward(rows, rest, places, corrected=corrected)
+        positions, corrected = member.take(len(member.pending))
+        rest = [tokens[position] for position in positions]
+        first = model.forward(rows, rest, positions, corrected=corrected)
         yield
         for each in self._continuations:
             score = yield from _score(each, first, len(tokens), rows, model)
@@ -98,7 +98,7 @@ class Scoring:
 def _score(
     tokens: list[int], first: torch.Tensor, num_before: int, rows: Rows, model: HFModel
 ) -> Generator[None, None, Score]:
-    """Run a continuation behind the prompt's rows, over those of the one before it.
+    """Run a continuation after the prompt's rows, over the rows of the one before it.
 
     `first` are the logits after the prompt; the last token is never run.
     """
@@ -115,7 +115,7 @@ def _score(
 
 
 def _read(logits: torch.Tensor, tokens: list[int]) -> tuple[list[float], bool]:
-    """Log-probability of each token by its row of logits, and whether all are the likeliest."""
+    """Log probability of each token, and whether all are the most likely ones."""
     wanted = torch.tensor(tokens, device=logits.device)
     logprobs = logits.float().log_softmax(-1).gather(-1, wanted[:, None])[:, 0]
     return logprobs.tolist(), bool((logits.argmax(-1) == wanted).all())

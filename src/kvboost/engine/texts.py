@@ -1,4 +1,4 @@
-"""What callers hand in -> token ids."""
+"""Prompts, chats and documents -> token ids."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     Prompt: TypeAlias = str | Sequence[int]
     Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
-# What a document is encoded behind when it is warmed to be reused anywhere. Encoded alone, its
-# first tokens would play the part of a prompt's beginning, which is what hurts most when it is
-# moved (docs/concepts/exact-and-moved.md has the figures).
+# Documents that are warmed for approximate reuse are prefilled after this text. Prefilled alone,
+# their first tokens would act as the start of a prompt, which does most harm when they are moved
+# (docs/concepts/exact-and-moved.md has the figures).
 PREFACE = """\
 The town lies where two rivers meet. In spring the water rises and the lower meadows are flooded,
 and for some weeks the farmers use boats to reach their barns. The market is held on Wednesdays
@@ -77,7 +77,7 @@ def _checked_ids(prompt: object) -> list[int]:
 
 
 def check_ids(tokens: Sequence[int], num_known: int, what: str) -> None:
-    """Refuse what is no row of the input embedding: on a GPU it would end the process.
+    """Refuse ids without a row in the input embedding: on a GPU they would end the process.
 
     Raises:
         ConfigError: a token is no whole number, or the model does not know it.
@@ -120,7 +120,7 @@ def texts_to_warm(
     *,
     anywhere: bool,
 ) -> list[list[int]]:
-    """Token ids of each text to warm; without a tokenizer's BOS where it will stand anywhere."""
+    """Token ids of each text to warm; without a tokenizer's BOS if it may be at any position."""
     special = {"add_special_tokens": False} if anywhere else {}
     if len(content) == 0:
         return []

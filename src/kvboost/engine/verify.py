@@ -1,4 +1,4 @@
-"""Reuse against full prefill on the same prompts: distance of the logits, first differing token."""
+"""Verification: outputs with reuse compared with a full prefill, by logits and tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill of texts before a request needs them."""
+"""Warming: prefill of texts before a request needs them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from kvboost.models.probe import context_sensitivity, reordered
 from kvboost.models.rows import Rows
 
 MANY_TEXTS = 8  # from here on progress is shown, on a terminal
-FEW_TOKENS, MANY_TOKENS = 128, 1024  # that are computed at once, beside running answers or alone
+FEW_TOKENS, MANY_TOKENS = 128, 1024  # per step, beside running requests or alone
 
 
 class Warming:
-    """Reads texts, one at a time; running answers have their turn in between."""
+    """Prefills texts one at a time, in steps between those of running requests."""
 
     def __init__(self, parts: Parts, worker: Worker, is_busy: Callable[[], bool]) -> None:
         """`is_busy`: whether answers are running."""
         self._parts, self._worker, self._is_busy = parts, worker, is_busy
-        # Each text has a buffer until it is read, and the next one may be the same text.
+        # Each text has rows until it is stored, and the next one may be the same text.
         self._turn = threading.Lock()
 
     def warm_all(
@@ -42,15 +42,15 @@ class Warming:
         is_pinned: bool,
         ttl_s: float | None,
     ) -> WarmResult:
-        """Compute and store each text behind `before`, one after the other; pin them if asked."""
+        """Compute and store each text after `before`, one by one; pin them if asked."""
         if ttl_s is not None and not is_pinned:
             raise ConfigError(f"ttl_s={ttl_s} requires pin=True")
         if not texts or not all(texts):
             raise ConfigError("nothing to warm: a text is empty")
         num_known = self._parts.model.num_embeddings
         check_ids(before, num_known, "the preface")
-        for place, text in enumerate(texts):
-            check_ids(text, num_known, f"text {place}")
+        for number, text in enumerate(texts):
+            check_ids(text, num_known, f"text {number}")
         started, parts = time.perf_counter(), self._parts.under(adapter)
         num_computed = num_pinned = 0
         for text in tqdm(texts, desc="warming", disable=len(texts) < MANY_TEXTS or None):
@@ -78,7 +78,7 @@ class Warming:
 
 
 def warm_up(text: list[int], parts: Parts, *, before: list[int], tenant: str) -> None:
-    """Compute and store what the store lacks of `text` behind `before`."""
+    """Compute and store what the store lacks of `text`, after `before`."""
     for _ in warming(text, parts, before=before, tenant=tenant, at_once=lambda: MANY_TOKENS):
         pass
 
@@ -92,10 +92,10 @@ def warming(
     at_once: Callable[[], int],
     brought: Brought | None = None,
 ) -> Iterator[int]:
-    """Compute and store what the store lacks of `text` behind `before`, in steps.
+    """Compute and store what the store lacks of `text`, after `before`, in steps.
 
-    A step computes as many tokens as `at_once` says. The last one gives how many tokens of the text
-    were computed, the others 0.
+    A step computes as many tokens as `at_once` says. The last step yields how many tokens of the
+    text were computed, the others 0.
     """
     model, tokens = parts.model, before + text
     if model.refusal or model.is_alone(len(tokens)):
@@ -108,7 +108,7 @@ def warming(
     for seconds in _computing(prefilled.rows, tokens, prefilled.pending, parts, at_once):
         times.append(seconds)
         yield 0
-    if len(times) == 2:  # pieces take longer than a prefill, which is what the model is asked for
+    if len(times) == 2:  # in one piece, which is what the cost model predicts
         parts.cost.observe(prefilled.work, sum(times))
     size = parts.piece_tokens or 1
     whole = tokens[: len(tokens) // size * size]
@@ -132,12 +132,12 @@ def _computing(
     parts: Parts,
     at_once: Callable[[], int],
 ) -> Iterator[float]:
-    """Compute rows a piece at a time; how many seconds each took."""
+    """Compute rows a piece at a time; yields the seconds of each."""
     first = 0
     while first < len(positions):
         started = time.perf_counter()
         piece = positions[first : first + (parts.piece_tokens or at_once())]
-        parts.model.forward(rows, [tokens[place] for place in piece], piece)
+        parts.model.forward(rows, [tokens[position] for position in piece], piece)
         parts.model.wait()
         first += len(piece)
         yield time.perf_counter() - started

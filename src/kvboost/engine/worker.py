@@ -24,14 +24,14 @@ from kvboost.errors import KVBoostError
 
 T = TypeVar("T")
 Idle = Iterator[None]
-"""Work for quiet times, in steps: a request waits for one step at most."""
+"""Work for idle times, in steps: a request waits for one step at most."""
 Step = Callable[[], float | None]
 """A step of steady work; in how many seconds the next one is due, None: not before a new job."""
 
 Jobs: TypeAlias = "queue.SimpleQueue[Callable[[], object] | None]"
 
 QUIET_S = 0.5  # without a request, before idle work starts
-OVERDUE_S = 2.0  # without a quiet moment, after which idle work has a step all the same
+OVERDUE_S = 2.0  # without an idle moment, after which idle work gets a step all the same
 OVERDUE_SHARE = 0.02  # of the time that such steps may take
 MOST_BUSY_S = 0.005  # that jobs take before steady work has a step, though more jobs wait
 
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Pulse:
-    """What the thread is about."""
+    """What the thread is doing."""
 
-    busy_since: float | None = None  # with the job or step of this moment
+    busy_since: float | None = None  # start of the current job or step; None: idle
 
 
 class Worker:
@@ -161,6 +161,11 @@ class CallerThread:
 
 
 def _loop(jobs: Jobs, idle: deque[Idle], steady: list[Step], pulse: Pulse, quiet_s: float) -> None:
+    """Run jobs as they come; steady work between them, and idle work when nothing else is due.
+
+    Steady work waits while jobs keep coming, up to `MOST_BUSY_S`. Idle work waits for `quiet_s`
+    without jobs and steady work, or until it is overdue.
+    """
     patience, due_s, busy_s = quiet_s, None, 0.0
     overdue_at = 0.0
     while True:

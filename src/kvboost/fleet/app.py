@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
-from kvboost.config import Options, about, checked, unknown_option
+from kvboost.config import Options, checked, option, unknown_option
 from kvboost.errors import ConfigError
 from kvboost.fleet.ingress import GRACE_S, Ingress
 from kvboost.fleet.replica import EngineReplica
@@ -33,17 +33,13 @@ HEALTH_PERIOD_S = 2.0  # a replica that died is missed after as long at most
 class FleetOptions:
     """What a fleet takes besides the options of the server and the engine."""
 
-    replicas: int = field(default=1, metadata=about("engines, each in its own process", low=1))
-    autoscale: str | None = field(
-        default=None,
-        metadata=about("MIN:MAX replicas, as many as the requests need; instead of `replicas`"),
+    replicas: int = option(1, "engines, each in its own process", low=1)
+    autoscale: str | None = option(
+        None, "MIN:MAX replicas, as many as the requests need; instead of `replicas`"
     )
-    routing: str = field(
-        default="reuse",
-        metadata=about("'reuse': to who holds the prompt; 'default': Ray Serve's own"),
-    )
-    num_cpus: float = field(default=1.0, metadata=about("cores and threads of a replica", low=0.0))
-    num_gpus: float = field(default=0.0, metadata=about("GPUs of a replica", low=0.0))
+    routing: str = option("reuse", "'reuse': to who holds the prompt; 'default': Ray Serve's own")
+    num_cpus: float = option(1.0, "cores and threads of a replica", low=0.0)
+    num_gpus: float = option(0.0, "GPUs of a replica", low=0.0)
 
     def __post_init__(self) -> None:
         for each in fields(self):

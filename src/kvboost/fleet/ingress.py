@@ -1,4 +1,4 @@
-"""The door of a fleet: passes each request on to a replica, and to another if that one dies."""
+"""The ingress of a fleet: forwards each request to a replica, and to another if that one dies."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from ray.serve.exceptions import RayServeException
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvboost.fleet.messages import Forwarded, Head
-from kvboost.fleet.streams import Diverged, Events
-from kvboost.server.gate import OPEN_PATHS
+from kvboost.fleet.messages import Diverged, Events, Forwarded, Head, take_outcome
+from kvboost.server.answers import ClientGone
+from kvboost.server.gate import OPEN_PATHS, REQUEST_ID
 from kvboost.server.keys import Caller, KeyRing, read_keys
 from kvboost.server.options import ServerOptions, is_loopback
 from kvboost.server.problems import Problem, internal
 from kvboost.server.replies import event
 
 REPLICA = b"x-kvboost-replica"
-REQUEST_ID = "x-request-id"
 PROMPTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MOST_TRIES = 3
 MOST_WAIT_S = 30.0  # until a replica takes a request: some may be starting
@@ -41,10 +40,6 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The application, for Ray Serve."""
         return self._front
-
-
-class ClientGone(Exception):
-    """Nobody waits for the response any more."""
 
 
 class ReplicaLost(Exception):
@@ -177,7 +172,7 @@ class Exchange:
     async def _next(self, most_s: float = float("inf")) -> Any:
         """What comes next; None at the end."""
         step = asyncio.ensure_future(self._step())
-        step.add_done_callback(_note)
+        step.add_done_callback(take_outcome)
         left_s = self._ends_at - time.monotonic()
         try:
             await asyncio.wait(
@@ -310,12 +305,6 @@ def _parsed(body: bytes) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return asked if isinstance(asked, dict) else {}
-
-
-def _note(step: asyncio.Future[Any]) -> None:
-    """Look at how a step ended, or asyncio would complain of those that nobody waits for."""
-    if not step.cancelled():
-        step.exception()
 
 
 async def _left(receive: Receive) -> None:

@@ -14,7 +14,7 @@ from ray import serve
 from starlette.types import ASGIApp, Message
 
 from kvboost.config import Options
-from kvboost.fleet.messages import Forwarded, Head
+from kvboost.fleet.messages import Forwarded, Head, take_outcome
 from kvboost.routing.held import Held
 from kvboost.server.app import make_app
 from kvboost.server.logs import configure
@@ -62,7 +62,7 @@ class EngineReplica:
 
 
 def with_own_folder(options: Options, rank: int) -> Options:
-    """The same with a disk tier beside those of other replicas: one process can use a folder.
+    """The same with a disk folder of its own: one process can use a folder.
 
     `rank` is the replica's number on its machine, which the one that replaces it gets again.
     """
@@ -106,13 +106,7 @@ async def respond(app: ASGIApp, request: Forwarded) -> AsyncIterator[Head | byte
         is_gone.set()
         if sent.full():
             sent.get_nowait()  # for which it may be waiting
-        running.add_done_callback(_retrieve)
-
-
-def _retrieve(running: asyncio.Future[None]) -> None:
-    """Take the outcome of what nobody waits for, or asyncio would complain."""
-    if not running.cancelled():
-        running.exception()
+        running.add_done_callback(take_outcome)
 
 
 def _scope(request: Forwarded) -> dict[str, Any]:

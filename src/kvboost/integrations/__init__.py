@@ -1,1 +1,1 @@
-"""KVBoost as a part of tools that know nothing of it."""
+"""KVBoost inside other tools."""

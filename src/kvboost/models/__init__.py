@@ -1,1 +1,1 @@
-"""The host: everything that knows Transformers."""
+"""Transformers models: loading, certification, caches, attention and forward passes."""

@@ -1,4 +1,4 @@
-"""PEFT adapters in a model: loaded beside each other, known by their weights, switched at will."""
+"""PEFT adapters of a model: loaded side by side, identified by weights, switched per forward."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvboost.models.fingerprint import adapter_digest, adapter_layers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# What PEFT's layers go by when they compute.
+# Attributes that select the adapter of a PEFT layer.
 STATE = ("_active_adapter", "_disable_adapters")
-# Ways of LoRA to start its training that leave the base weights as they are.
+# Initialisations of LoRA that leave the base weights unchanged.
 HARMLESS_STARTS = (True, False, None, "gaussian", "orthogonal")
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """What a model runs under. Another adapter under the same name is another object."""
+    """An adapter, or the base model. A new adapter under an old name is another object."""
 
     name: str = ""  # for callers; empty: none, the base model
     slot: str = ""  # its name in PEFT's layers
@@ -79,9 +79,9 @@ class Adapters:
         return adapter
 
     def load(self, name: str, folder: str, check: Callable[[], None]) -> None:
-        """Load an adapter; one that has the name already makes room for it.
+        """Load an adapter; it replaces one of the same name.
 
-        `check` is called with the new one in use, and raises if it cannot be.
+        `check` is called with the new one active, and raises if it cannot be used.
 
         Raises:
             ConfigError: it cannot be used with this model, or PEFT is not installed.
@@ -118,8 +118,9 @@ class Adapters:
     def use(self, adapter: Adapter) -> None:
         """Let the next forward run under an adapter.
 
-        PEFT's own switch takes 6 to 20 ms for a model of 30 layers, so it is used once, and what it
-        has set is set again after that (0.06 ms): also if somebody else has switched meanwhile.
+        PEFT's own switch takes 6 to 20 ms for a model of 30 layers, so it is used once per adapter.
+        Afterwards its result is set directly (0.06 ms), also if somebody else has switched
+        meanwhile.
         """
         if self.defect:
             raise KVBoostError(self.defect)
@@ -147,7 +148,7 @@ class Adapters:
             parameter.requires_grad_()
 
     def _active(self) -> Adapter:
-        """The adapter that the model came with in use."""
+        """The adapter that was active when the model came."""
         if any(getattr(layer, "merged_adapters", ()) for layer in self._layers):
             raise UnsupportedModel("an adapter is merged into its weights; unmerge it first")
         enabled = [layer for layer in self._layers if not layer.disable_adapters]
@@ -251,7 +252,7 @@ def _check_copies(model: PreTrainedModel, slot: str) -> None:
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
-    """Tokens that a model can read, whatever PEFT has put around its embedding."""
+    """Size of a model's input embedding, inside PEFT's wrappers."""
     embedding: Any = model.get_input_embeddings()
     while hasattr(embedding, "adapter_layer_names"):
         embedding = _inside(embedding)
@@ -259,7 +260,7 @@ def num_embeddings(model: PreTrainedModel) -> int:
 
 
 def _inside(layer: Any) -> Any:
-    """What a layer of PEFT has taken the place of."""
+    """The layer that a PEFT layer wraps."""
     return layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer.original_module
 
 

@@ -1,9 +1,9 @@
 """The attention and mask functions that Transformers calls while our cache is in use.
 
-They change two things against Transformers' own: masks honour the positions of scattered queries
-(see `packed.Segment.offset`), and the causal mask of appended tokens is not written out in
-memory; nor are K/V heads on CPU, where Transformers follows rules made for CUDA. There is one
-implementation for each tier of kernels (`kernels.TIERS`).
+They differ from Transformers' own in two ways. Masks honour the positions of scattered queries (see
+`packed.Segment.offset`). The causal mask of appended tokens is not materialised, nor are repeated
+K/V heads on CPUs, where Transformers follows rules made for CUDA. There is one implementation for
+each tier of kernels (`kernels.TIERS`).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _sees_all_before(tier: str, on_cpu: bool, asked: dict[str, Any]) -> bool:  #
 
 
 def _takes_flex(tier: str, on_cpu: bool, asked: dict[str, Any]) -> bool:  # noqa: FBT001
-    """Whether FlexAttention shall compute queries at these offsets."""
+    """Whether to use FlexAttention for queries at these offsets."""
     has_flex = tier == "flash_attn" or (tier == "flash_sdpa" and not on_cpu)
     # An offset without a dimension is that of a static cache of Transformers.
     is_ours = asked["q_offset"].ndim == 1 and asked["q_length"] >= kernels.FLEX_QUERIES

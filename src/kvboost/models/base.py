@@ -1,4 +1,4 @@
-"""What a stage may ask of a model and of its K/V buffer."""
+"""The contracts of stages with a model and with the K/V of a sequence."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CausalModel(Protocol):
 
     @property
     def rotations(self) -> Mapping[int, Rotation | None]:
-        """Per plane, how it turns with position; empty if that could not be certified."""
+        """Per plane, how it rotates with position; empty if that could not be certified."""
 
     def forward(self, slots: Any, tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """Run `tokens` at `positions`, write their rows, and return the logits of the last one.

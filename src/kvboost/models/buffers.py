@@ -1,7 +1,7 @@
-"""Which buffers of a model are not what its config gives.
+"""Buffers of a model that do not follow from its config.
 
 Transformers builds a model without memory, and then has `_init_weights` compute what no checkpoint
-holds, such as rotary frequencies. Computed once more, they tell whether somebody has changed them.
+holds, such as rotary frequencies. Computed once more, they show whether somebody has changed them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _computed(owner: PreTrainedModel, module: torch.nn.Module) -> dict[str, torc
     fresh.__dict__ |= {"_buffers": buffers, "_parameters": weights, "_modules": {}}
     try:
         owner._init_weights(fresh)  # noqa: SLF001
-    except Exception as error:  # code of others, run in a way of ours
+    except Exception as error:  # foreign code, run in our way
         log.info("buffers of %s count as they are: %s", type(module).__name__, error)
         return {}
     return buffers

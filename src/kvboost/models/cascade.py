@@ -1,4 +1,4 @@
-"""Attention over keys in several parts, joined by the weight of their softmax sums (CPU)."""
+"""Attention over K/V in several parts, joined by their softmax sums (CPU)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def join(parts: Sequence[Part]) -> Part:
 
 
 class Together:
-    """Sequences that attend at once: to what they share, if they do, and each to its own rows."""
+    """Sequences that attend together: to the rows they share, if any, and each to its own."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._first, self._one = segments[0].start, segments[0]
@@ -99,7 +99,7 @@ class SmallAttention:
         ends = torch.tensor(lengths, device=device)[:, None]
         is_hidden = torch.arange(longest, device=device) >= ends
         places = [each.rows.places(each.num_before, each.num_before + longest) for each in segments]
-        # Behind a mask, too, rows must be numbers; those after the last one may be anything.
+        # Masked rows must be finite, too; those after the last one may hold anything.
         self._places = torch.from_numpy(np.stack(places)).masked_fill_(is_hidden, self._pool.blank)
         mask = torch.zeros(is_hidden.shape, dtype=dtype, device=device)
         self._mask = mask.masked_fill_(is_hidden, torch.finfo(dtype).min)[:, None, None]

@@ -1,7 +1,7 @@
-"""Find out by measurement, when a model is loaded, whether and how its K/V can be reused.
+"""Certification: measure, when a model is loaded, whether and how its K/V can be reused.
 
-Nothing here goes by a model's name: geometry is read off a run, our sparse prefill is compared
-with the model's own forward, and the rotation of every cached tensor is fitted and checked.
+Nothing depends on a model's name: geometry is read off a run, our sparse prefill is compared with
+the model's own forward, and the rotation of every cached tensor is fitted and checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NUM_PROBE_TOKENS = 96
 MORE_PROBE_TOKENS = 192  # on GPUs: FlexAttention comes in at 128 queries
 NUM_COMPARED = 8  # of the last tokens, which attend to all others; logits are costly
-NUM_APPENDED = (80, 20, 1)  # attention has a way of its own for many, for few, for one
+NUM_APPENDED = (80, 20, 1)  # attention takes different paths for many, few and one
 # Relative error of a row of logits. fp32 leaves room for another summation order; 16-bit dtypes
 # for rounding, which a wrong mask or position exceeds many times over.
 LOGITS_TOLERANCE = {"float32": 1e-4, "float64": 1e-8, "float16": 2e-2, "bfloat16": 5e-2}
@@ -37,7 +37,7 @@ ROTATION_POSITIONS = (1, 37, 900)
 
 @dataclass(frozen=True)
 class Rotations:
-    """Per plane, how it turns with position (None: it does not); or why that is not known."""
+    """Per plane, how it rotates with position (None: it does not); or why that is not known."""
 
     planes: Mapping[int, Rotation | None] = field(default_factory=dict)
     refusal: str = ""
@@ -99,11 +99,11 @@ class Native:
 
     logits: torch.Tensor  # [tokens, vocabulary]
     tolerance: float
-    is_exact: bool  # rounding is no excuse
+    is_exact: bool  # in 32 bits or more: rounding explains no error
 
 
 def run_native(model: PreTrainedModel, geometry: KVGeometry) -> Native:
-    """Run the model in its own way: all at once and, if it rounds much, also in two parts.
+    """Full prefill by the model itself; in 16-bit dtypes also in two parts.
 
     Where the model differs from itself, we may differ from it twice as much.
     """
@@ -153,10 +153,10 @@ def check_sparse_prefill(model: PreTrainedModel, geometry: KVGeometry, native: N
 def check_packed(
     model: PreTrainedModel, geometry: KVGeometry, native: Native, *, may_join: bool = True
 ) -> tuple[str, bool]:
-    """Why sequences in one row of a forward, sharing rows, are not what they are alone, if so.
+    """Why packing sequences into one forward changes their logits; empty if it does not.
 
-    So for models that change K/V between cache and attention. Also returns whether attention can
-    be computed in parts, one for each run of rows.
+    It does for models that change K/V between cache and attention. Also returns whether attention
+    can be computed in parts, one for each run of rows.
     """
     tokens = probe_tokens(model).tolist()
     pool = BlockPool(geometry, len(tokens), 3, model.device)

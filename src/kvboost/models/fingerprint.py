@@ -1,4 +1,4 @@
-"""Everything that makes stored K/V invalid for another model, as bytes for the key.
+"""The fingerprint: a hash of all that determines the K/V of a model, part of every key.
 
 The rule, which needs no model in memory, is in docs/adr/0034-fingerprint.md.
 """
@@ -23,9 +23,9 @@ from kvboost.weights.stream import streamed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# What a config says beside the computation. The tokenizer is no part either: K/V belongs to ids.
+# Entries of a config that do not affect K/V. Nor does the tokenizer: K/V depends on token ids.
 COSMETIC = ("architectures", "dtype", "id2label", "label2id", "transformers_version", "use_cache")
-# The same of an adapter's config: its origin, and settings of its training.
+# The same for adapters: their origin, and settings of their training.
 COSMETIC_OF_ADAPTERS = (
     "auto_mapping",
     "base_model_name_or_path",
@@ -44,7 +44,7 @@ NUM_THREADS = 4  # each hashes a tensor at 1 to 4 GB/s; more would wait for memo
 def fingerprint(model: PreTrainedModel, geometry: KVGeometry) -> bytes:
     """Digest of the weights and buffers as loaded, the settings and the geometry.
 
-    Adapters are no part of it: a model has the same one before and after they came in.
+    Adapters are no part of it: a model has the same one before and after they are loaded.
     """
     tensors = dict(base_tensors(model))
     weights = streamed(model)

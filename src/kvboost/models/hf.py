@@ -94,7 +94,7 @@ class HFModel:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._unpack = prepack(model) if prepacked else None
         self._may_join = True  # attention may be computed for several sequences at once
-        self.joins = False  # whether attention to several runs of rows can be computed apart
+        self.joins = False  # whether attention to several runs of rows can be computed separately
         install.in_engines.add(model)
         try:
             self._certify(kept_in)
@@ -126,7 +126,7 @@ class HFModel:
 
     @torch.no_grad()
     def load_adapter(self, name: str, folder: str) -> None:
-        """Load an adapter beside those that are there.
+        """Load an adapter in addition to others.
 
         Raises:
             ConfigError: it cannot be used.
@@ -135,7 +135,7 @@ class HFModel:
 
     @property
     def rotations(self) -> Mapping[int, Rotation | None]:
-        """Per plane, how it turns with position; empty if that could not be certified."""
+        """Per plane, how it rotates with position; empty if that could not be certified."""
         return self._rotations.planes
 
     @property
@@ -198,7 +198,7 @@ class HFModel:
         return logits
 
     def wait(self) -> None:
-        """Wait until a device has done what it was given: clocks would tell launches otherwise."""
+        """Wait until a device has finished; otherwise clocks would only measure launches."""
         if self.model.device.type != "cpu":
             torch.accelerator.synchronize(self.model.device)
 
@@ -362,9 +362,9 @@ class HFModel:
         try:
             install.switch(self.model, first)
             certify.check_sparse_prefill(self.model, self._geometry, native)
-        except Exception as error:  # kernels of others raise what they like
+        except Exception as error:  # third-party kernels raise what they like
             reason = reason_of(error)
-            if device.type != "cpu" and device not in refusals:  # perhaps for want of a compiler
+            if device.type != "cpu" and device not in refusals:  # perhaps there is no compiler
                 refusals[device] = reason
                 self._choose_attention(choices, native, without_flex=True)
                 return

@@ -1,7 +1,6 @@
-"""What names a model's K/V, for an engine that runs the model without Transformers.
+"""The fingerprint of a model from its files, for an engine that runs it without Transformers.
 
-Nothing is loaded: the name comes from the checkpoint's files. docs/adr/0048-name-by-files.md has
-the rule.
+No weights are loaded. docs/adr/0048-name-by-files.md has the rule.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ PLAIN = {"F16", "BF16", "F32"}  # dtypes of weights that are not quantised
 
 @dataclass(frozen=True)
 class Identity:
-    """The name of a model's K/V, and what there is to know it by."""
+    """A model's fingerprint, and measurements to compare another engine's K/V with."""
 
     fingerprint: bytes
-    frequencies: frozenset[tuple[float, ...]]  # at which its keys may turn
+    frequencies: frozenset[tuple[float, ...]]  # of its rotary embeddings
     planes: torch.Tensor | None  # [planes, heads, tokens, head_dim] of the probe tokens
     refusal: str = ""  # why Transformers' engine gives it another name
 
@@ -52,7 +51,7 @@ def identify(
     code_revision: str | None = None,
     **arguments: Any,
 ) -> Identity:
-    """Name a model by its files, and run `probe` through its first layers.
+    """Compute the fingerprint of a model, and run `probe` through its first layers.
 
     `kept_in`: a folder for the digests of files. `is_changed`: the engine does not run the model as
     its files say. `arguments`: those of the hub.
@@ -87,7 +86,7 @@ def identify(
     fingerprint = named_by(contents, model, geometry)
     try:
         planes = _first_planes(model, checkpoint, probe) if probe else None
-    except Exception as error:  # code of others, run in a way of ours
+    except Exception as error:  # foreign code, run in our way
         planes, refusal = None, f"its first layers cannot be run alone: {error}"
     return Identity(fingerprint, frequencies, planes, refusal)
 

@@ -1,4 +1,4 @@
-"""Which attention a model runs with: chosen by capability, switched to, and given back."""
+"""The attention that a model runs with: chosen by capability, installed, and restored."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def get_flash_attn_tier(device: str | torch.device | None = None) -> str:
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
-    return next(tier for tier in kernels.TIERS if not kernels.why_not(tier, place))
+    where = torch.device(device)
+    return next(tier for tier in kernels.TIERS if not kernels.tier_refusal(tier, where))
 
 
 def flash_attention_available(device: str | torch.device | None = None) -> bool:
@@ -77,7 +77,7 @@ def install_flash_attention(model: PreTrainedModel, tier: str | None = None) -> 
     if attention.needs_eager(model):
         raise ConfigError("its attention is eager: flash kernels would drop soft-caps and sinks")
     for chosen in kernels.TIERS if tier is None else (tier,):
-        reason = _why_not(chosen, model)
+        reason = _refusal(chosen, model)
         if not reason:
             break
     else:
@@ -124,7 +124,7 @@ def implementations(model: PreTrainedModel) -> list[str]:
         return [current]
     if attention.needs_eager(model):
         return [attention.EAGER]
-    tiers = [tier for tier in kernels.TIERS if not _why_not(tier, model)]
+    tiers = [tier for tier in kernels.TIERS if not _refusal(tier, model)]
     return [attention.IMPLEMENTATIONS[tier] for tier in tiers]
 
 
@@ -148,7 +148,7 @@ def _refuse_engines(model: PreTrainedModel) -> None:
         raise ConfigError("an engine uses the model: close it first")
 
 
-def _why_not(tier: str, model: PreTrainedModel) -> str:
+def _refusal(tier: str, model: PreTrainedModel) -> str:
     if tier == "flash_attn" and not model._supports_flash_attn:  # noqa: SLF001
         return "the model does not support it"
-    return kernels.why_not(tier, model.device, model.dtype)
+    return kernels.tier_refusal(tier, model.device, model.dtype)

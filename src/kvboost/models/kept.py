@@ -1,4 +1,4 @@
-"""What is known of a model, kept for its next start: its certification, digests of its files.
+"""Kept for the next start of a model: its certification, and digests of its files.
 
 docs/adr/0036-kept-certification.md has the rule. A file that cannot be trusted is a miss.
 """

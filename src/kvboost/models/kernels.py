@@ -1,4 +1,4 @@
-"""Attention kernels of others: which of them run on a device, and how they are called."""
+"""Third-party attention kernels: which run on a device, and how they are called."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 """(batch, head, position of the query, position of the key) -> whether it is seen."""
 
 
-def why_not(tier: str, device: torch.device, dtype: torch.dtype | None = None) -> str:
+def tier_refusal(tier: str, device: torch.device, dtype: torch.dtype | None = None) -> str:
     """Why a tier cannot run on a device (with a dtype), or an empty string."""
     if tier == "sdpa" or (tier == "flash_sdpa" and device.type == "cpu"):
         return ""

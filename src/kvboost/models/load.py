@@ -1,4 +1,4 @@
-"""A name or folder -> model and tokenizer, with Transformers' own loaders."""
+"""A hub name, folder or GGUF file -> model and tokenizer, by Transformers' own loaders."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ import torch
 from huggingface_hub import get_session
 from huggingface_hub.constants import ENDPOINT, HF_HUB_ETAG_TIMEOUT
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.gguf import read_gguf_metadata
+from transformers.utils import cached_file
 
-from kvboost.errors import ConfigError, KVBoostError
-from kvboost.models import gguf
+from kvboost.errors import ConfigError, KVBoostError, missing_packages
 from kvboost.models.adapters import num_embeddings
-from kvboost.models.processor import has_bfloat16
+from kvboost.models.numerics import has_bfloat16
 from kvboost.weights.awq import use_own_awq
 from kvboost.weights.stream import stream_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+NOT_FOR_GGUF = ("gguf_file", "trust_remote_code")  # arguments that do not name a file
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +86,7 @@ def load(
             f"{min(split)}: vLLM has tensor parallelism; device_map='auto' puts layers on several "
             "GPUs"
         )
-    name, arguments = gguf.split_path(name, arguments)
+    name, arguments = _split_gguf_path(name, arguments)
     if not (_is_path(name) or Path(name).exists() or _is_hub_reachable()):
         arguments = {**arguments, "local_files_only": True}  # else the hub client retries for 50 s
     names = SharedArguments.__optional_keys__
@@ -99,7 +102,7 @@ def load(
             arguments = arguments | _quick_dtype(config, arguments)
     model = AutoModelForCausalLM.from_pretrained(name, **arguments)
     if arguments.get("gguf_file"):
-        gguf.follow(name, shared, model, tokenizer)
+        _follow_gguf(name, shared, model, tokenizer)
     if max_weight_bytes is not None:
         stream_weights(model, max_weight_bytes, target or "cpu")
     elif target is not None and "device_map" not in arguments:
@@ -158,6 +161,49 @@ def _is_hub_reachable() -> bool:
     except Exception:  # of requests, httpx or httpx2, by version
         return False
     return True
+
+
+def _split_gguf_path(name: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The path of a GGUF file as its folder and `gguf_file`; anything else as it is.
+
+    Raises:
+        ConfigError: there is no such file, or what reads it is not installed.
+    """
+    if name.endswith(".gguf") and not arguments.get("gguf_file"):
+        if not Path(name).is_file():
+            raise ConfigError(f"model={name!r}: there is no such file")
+        name, arguments = str(Path(name).parent), {**arguments, "gguf_file": Path(name).name}
+    if arguments.get("gguf_file"):
+        missing = [each for each in ("gguf", "accelerate") if not find_spec(each)]
+        if missing:
+            raise ConfigError(
+                missing_packages(f"gguf_file={arguments['gguf_file']!r}", " ".join(missing))
+            )
+        if Path(name).is_dir():
+            # Transformers takes the weights of a file of this name in the working folder first.
+            path = Path(name, arguments.get("subfolder") or "", arguments["gguf_file"])
+            arguments = {**arguments, "gguf_file": str(path.absolute())}
+    return name, arguments
+
+
+def _follow_gguf(
+    name: str,
+    arguments: dict[str, Any],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Apply what Transformers does not read from the file: whether to add BOS, and end of turn."""
+    where = {key: value for key, value in arguments.items() if key not in NOT_FOR_GGUF}
+    metadata, _ = read_gguf_metadata(cached_file(name, arguments["gguf_file"], **where))
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token")
+    if adds_bos is not None and adds_bos != tokenizer.add_bos_token:
+        tokenizer.add_bos_token = adds_bos
+    end_of_turn = metadata.get("tokenizer.ggml.eot_token_id")
+    settings = model.generation_config
+    known = settings.eos_token_id
+    ends = known if isinstance(known, list) else [] if known is None else [known]
+    if end_of_turn is not None and end_of_turn not in ends:
+        settings.eos_token_id = [*ends, end_of_turn]
 
 
 def _quick_dtype(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""What decides the last bits of a forward, beside the model and the shapes that it computes in."""
+"""What decides the last bits of a forward besides model and shapes; facts about the CPU."""
 
 from __future__ import annotations
 
 import json
+import platform
 import sys
 from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,11 +14,14 @@ import transformers
 
 from kvboost import __version__
 from kvboost.models.fingerprint import hash_tensors
-from kvboost.models.processor import cpu_name
 from kvboost.weights.stream import streamed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+INFO = Path("/proc/cpuinfo")
+# Of x86 and of Arm. torch.ops.mkldnn says yes where AVX-512 has to emulate them.
+BFLOAT16 = {"amx_bf16", "avx512_bf16", "bf16"}
 
 
 def numerics(model: PreTrainedModel, *, prepacked: bool) -> bytes:
@@ -42,6 +47,27 @@ def numerics(model: PreTrainedModel, *, prepacked: bool) -> bytes:
 
 
 def _computed_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What no checkpoint holds; the fingerprint takes it to rounding only."""
+    """Buffers that no checkpoint holds; the fingerprint ignores their rounding."""
     saved = model.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
+
+
+def cpu_name() -> str:
+    """Name of the CPU: libraries choose kernels and block sizes by it."""
+    return _told("model name") or platform.processor()
+
+
+def has_bfloat16() -> bool:
+    """Whether the CPU has bfloat16 instructions; also true where that is not known, as on Macs."""
+    told = _told("flags") or _told("Features")
+    if told:
+        return not BFLOAT16.isdisjoint(told.split())
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return not is_x86 or torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001
+
+
+def _told(name: str) -> str:
+    """The first line of this name in Linux's description of the CPU."""
+    lines = INFO.read_text().splitlines() if INFO.exists() else []
+    pairs = (line.partition(":") for line in lines)
+    return next((value.strip() for key, _, value in pairs if key.strip() == name), "")

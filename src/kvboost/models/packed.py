@@ -97,7 +97,7 @@ class Segment:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its rows follow those that are there, in the pool of all."""
+        """Whether its rows are appended to filled ones, in the common pool."""
         return self.is_appended and self.observer is None and not self.rows.is_private
 
     @property
@@ -202,12 +202,12 @@ class ForwardLayer(CacheLayerMixin):
         return cache.segments[0].whole(self._index)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Visible rows and the first of them; of no meaning for several sequences."""
+        """Visible rows and the first of them; meaningless for several sequences."""
         cache = self._cache
         return query_length if cache.is_packed else cache.segments[0].num_visible, 0
 
     def get_seq_length(self) -> int:
-        """Rows before the next appended token; of no meaning for several sequences."""
+        """Rows before the next appended token; meaningless for several sequences."""
         return self._cache.get_seq_length()
 
     def get_max_length(self) -> int:
@@ -262,11 +262,11 @@ class ForwardCache(Cache):
             segment.finish()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Rows before the next appended token; of no meaning for several sequences."""
+        """Rows before the next appended token; meaningless for several sequences."""
         return 0 if self.is_packed else self.segments[0].rows.length
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
-        """Where queries are; of several sequences, a number that brings them to our mask."""
+        """Offset of the queries; for several sequences, a tensor that carries these to our mask."""
         if not self.is_packed:
             return self.segments[0].offset
         offset = torch.zeros((), dtype=torch.long, device=self.segments[0].rows.device)
@@ -324,7 +324,7 @@ class PackedMask:
         joins: bool,
         window: int | None = None,
     ) -> None:
-        """`joins`: attention to several parts of the rows may be computed apart."""
+        """`joins`: attention to parts of the rows may be computed separately and joined."""
         joins = joins and cache.may_join
         cache.joins &= joins
         self._runs: list[tuple[Together | Varlen | None, list[Segment]]] = []
@@ -332,7 +332,7 @@ class PackedMask:
         pool = cache.segments[0].rows.pool
 
         def kind(segment: Segment) -> object:
-            """What attends together; of CPUs, what shares rows."""
+            """Segments of equal kind attend together: on CPUs, those that share rows."""
             if not joins:
                 return id(segment)
             if pool.device.type == "cpu":
@@ -377,16 +377,16 @@ def run(model: PreTrainedModel, cache: ForwardCache, wanted: int | Sequence[int]
     A model that has no argument for that computes all of them.
     """
     tokens = [token for segment in cache.segments for token in segment.tokens]
-    positions = [place for segment in cache.segments for place in segment.positions]
+    positions = [position for segment in cache.segments for position in segment.positions]
     last = [wanted] if isinstance(wanted, int) else wanted
-    ids, places, which = upload(model.device, tokens, positions, last)
+    ids, position_ids, which = upload(model.device, tokens, positions, last)
     has_it = "logits_to_keep" in inspect.signature(model.forward).parameters
     # On several devices a tensor would be sent to the first, and the hidden states are on the last.
     is_split = len(set(cache.segments[0].rows.pool.devices)) > 1
     keep = wanted if isinstance(wanted, int) or is_split else which
     logits: torch.Tensor = model(
         input_ids=ids[None],
-        position_ids=places[None],
+        position_ids=position_ids[None],
         past_key_values=cache,
         use_cache=True,
         **({"logits_to_keep": keep} if has_it else {}),
@@ -420,11 +420,11 @@ def _find_shared(segments: Sequence[Segment], least_rows: int) -> None:
 
 
 def _shared(segment: Segment) -> tuple[Run, ...]:
-    """The same for sequences that attend to shared rows together."""
+    """The shared rows that a sequence attends to together with others."""
     return tuple(segment.rows.runs(Span(0, segment.num_before)))
 
 
 def _order(segment: Segment) -> tuple[tuple[Run, ...], bool, bool, bool]:
-    """Those that attend together stand together, first the small ones."""
+    """Sort key: sequences that attend together are neighbours, small ones first."""
     is_prompt = len(segment.tokens) > 1
     return _shared(segment), segment.scattered is not None, not segment.is_small, is_prompt

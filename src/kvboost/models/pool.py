@@ -1,4 +1,4 @@
-"""The KV pool: blocks of K/V, each layer's on its device, counted by who holds them."""
+"""The KV pool: blocks of K/V, each layer's on its device, with counts of their holders."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BlockPool:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.dtype: torch.dtype = getattr(torch, geometry.dtype)
         self.evict: Callable[[int], bool] = lambda num_bytes: False
-        """Asks for stored chunks of so many bytes to be evicted; whether any were."""
+        """Evicts stored chunks of so many bytes; whether there were any."""
         self.pinned: Callable[[], Sequence[Run]] = lambda: ()
         """Rows of stored chunks that cannot be evicted now."""
         self._lock = threading.RLock()  # a garbage collection inside may drop chunks
@@ -106,7 +106,7 @@ class BlockPool:
         Raises:
             KVBoostError: fewer are free.
         """
-        # Nothing is evicted in vain.
+        # Evict nothing if that would not be enough.
         can_have = count <= self.num_free or count * self.block_size <= self.room([])
         while can_have and (missing := count - self.num_free) > 0:
             if not self.evict(missing * self.block_bytes):
@@ -228,7 +228,7 @@ def devices_of(geometry: KVGeometry, home: torch.device) -> list[torch.device]:
 
 
 def cut(rows: Sequence[Run], first: int, stop: int) -> list[Run]:
-    """The part of rows that is from number `first` to number `stop` of them."""
+    """Rows number `first` to `stop` of these runs."""
     found, before = [], 0
     for start, end in rows:
         low, high = max(first, before), min(stop, before + end - start)

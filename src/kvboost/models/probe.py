@@ -1,4 +1,4 @@
-"""What the first layers, or a few middle ones, tell about placed rows before they are repaired."""
+"""Measurements of placed K/V in a few layers, by which repair strategies select."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvboost.core import MatchKind, ReusePlan, Span
+from kvboost.core import LONGEST_QUESTION, MatchKind, ReusePlan, Span
 from kvboost.models import attention
 from kvboost.models.pool import KeyValue
 from kvboost.models.rows import Rows
@@ -25,8 +25,6 @@ DEVIATION_LAYER = 1
 
 # Beyond this many tokens the first layers are computed for every n-th token only.
 MOST_PROBED = 8192
-
-LONGEST_QUESTION = 256  # tokens at the end of a prompt whose attention is looked at
 
 
 class _Enough(Exception):
@@ -130,7 +128,7 @@ def reordered(tokens: Sequence[int], start: int) -> list[int]:
 
 
 def context_sensitivity(rows: Rows, other: Rows, start: int) -> bytes:
-    """A byte for each token: how much its K/V changes when what stands before `start` changes.
+    """A byte for each token: how much its K/V changes with the text before `start`.
 
     Both hold the same tokens, `other` those before `start` `reordered`, so that the positions of
     all others are the same. 0 before `start`.

@@ -1,4 +1,4 @@
-"""The K/V of one sequence: which rows of the pool its positions are."""
+"""The block table of a sequence: which rows of the pool hold its K/V."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Rows:
         prefix: Sequence[Run] = (),
         after: int | None = None,
     ) -> None:
-        """An empty sequence with room for so many rows, or one that begins with filled ones.
+        """An empty sequence with room for `num_rows`, or one that begins with filled rows.
 
         `after` is the block that its own ones follow, if they can.
         """
@@ -80,7 +80,7 @@ class Rows:
         self.length = min(self.length, length)
 
     def release(self) -> None:
-        """Give the rows back; those of a request that failed go back by themselves."""
+        """Return the rows to the pool; happens by itself when a request is dropped."""
         blocks, prefix = self._blocks, self._prefix
         self._blocks, self._prefix = blocks[:0], []
         self.pool.release(blocks)
@@ -89,7 +89,7 @@ class Rows:
     __del__ = release
 
     def runs(self, span: Span) -> list[Run]:
-        """Which rows of the pool those of `span` are."""
+        """The rows of the pool for `span`, as runs."""
         return cut(self._runs, span.start, span.stop)
 
     def read(self, span: Span) -> KV:
@@ -97,7 +97,7 @@ class Rows:
         return self.pool.read(self.runs(span))
 
     def turn(self, span: Span, change: Callable[[KV], None]) -> None:
-        """Change the rows of `span` in place, each run of them apart."""
+        """Change the rows of `span` in place, run by run."""
         at_once = TURNED_AT_ONCE if self.device.type == "cpu" else TURNED_ON_DEVICES
         for first, stop in self.runs(span):
             for start in range(first, stop, at_once):
@@ -134,7 +134,7 @@ class Rows:
                 done += stop - start
 
     def places(self, first: int, stop: int) -> Blocks:
-        """Which rows of the pool its rows are; the blank one where it has none."""
+        """The slot mapping: rows of the pool by position; the blank one where it has none."""
         found = np.full(stop - first, self.pool.blank)
         done = 0
         for start, end in cut(self._runs, first, stop):

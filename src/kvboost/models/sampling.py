@@ -1,4 +1,4 @@
-"""Logits -> tokens, for many requests at once, each by its own rules and its own dice."""
+"""Logits -> tokens, for many requests at once, each with its own rules and random numbers."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class Choice:
-    """A token, and what it was chosen from where that is wanted."""
+    """A chosen token, with log probabilities if they are wanted."""
 
     token: int
     logprob: float = 0.0
-    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, the likeliest first
+    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens, in order
 
 
 class Chooser:
-    """What one answer's next token depends on besides the logits. Used by one thread."""
+    """State of one output that its next token depends on. Used by one thread."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
         self.sampling = sampling
         self._counts: Counter[int] = Counter()  # of the answer
         self._seen = dict.fromkeys(prompt) if sampling.repetition_penalty != 1.0 else {}
-        self._dice = torch.Generator()
+        self._generator = torch.Generator()
         if sampling.seed is None:
-            self._dice.seed()
+            self._generator.seed()
         else:
-            self._dice.manual_seed(sampling.seed)
+            self._generator.manual_seed(sampling.seed)
 
     def accept(self, token: int) -> None:
-        """Go on with a token."""
+        """Append a chosen token."""
         self._counts[token] += 1
         if self.sampling.repetition_penalty != 1.0:
             self._seen[token] = None
@@ -69,22 +69,22 @@ class Chooser:
         tokens = np.fromiter((token for token, _ in added), np.int64, len(added))
         return tokens, np.fromiter((value for _, value in added), np.float32, len(added))
 
-    def throw(self) -> float:
-        """The next number of its dice, in [0, 1)."""
-        return float(torch.rand(1, generator=self._dice, dtype=torch.float64))
+    def draw(self) -> float:
+        """The next random number of this output, in [0, 1)."""
+        return float(torch.rand(1, generator=self._generator, dtype=torch.float64))
 
 
 def choose(logits: Sequence[torch.Tensor], choosers: Sequence[Chooser]) -> list[Choice | Exception]:
     """The next token of each request, from its logits [vocabulary].
 
-    A request whose own rules fail gets the error instead, and the others their tokens. On a GPU
-    all requests together take one wait. Each is drawn with its own dice, so that its seed means
-    the same beside others.
+    A request whose own rules fail gets the error instead, and the others their tokens. On a GPU all
+    requests together take one wait. Each has random numbers of its own, so that its seed gives the
+    same output beside others.
     """
     rows = torch.stack(list(logits)).float()
     errors = adjust(rows, choosers)
     draws = [
-        _Draw(place, chooser, chooser.throw() if chooser.sampling.temperature > 0 else None)
+        _Draw(place, chooser, chooser.draw() if chooser.sampling.temperature > 0 else None)
         for place, chooser in enumerate(choosers)
         if place not in errors
     ]
@@ -99,11 +99,11 @@ def choose(logits: Sequence[torch.Tensor], choosers: Sequence[Chooser]) -> list[
 class _Draw:
     place: int  # among the rows
     chooser: Chooser
-    point: float | None  # what its dice say; None: the likeliest token
+    point: float | None  # its random number; None: greedy
 
     @property
     def is_ranked(self) -> bool:
-        """Whether only the likeliest tokens may come."""
+        """Whether only some of the most likely tokens are allowed."""
         rules = self.chooser.sampling
         return self.point is not None and bool(rules.top_k or rules.top_p < 1 or rules.min_p)
 
@@ -194,7 +194,7 @@ def _reported(token: int, found: Sequence[float], rules: Sampling, num_top: int)
 def _scaled(
     rows: torch.Tensor, draws: Sequence[_Draw]
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Where rows are, themselves at their temperature, and the rules, a column for each."""
+    """Row numbers, logits divided by temperature, and the rules, a column for each."""
     rules = [each.chooser.sampling for each in draws]
     # At 1, nothing is cut off: sums of many small numbers reach it too early.
     table = [
@@ -220,7 +220,7 @@ def _scaled(
 def _draw_ranked(
     scaled: torch.Tensor, rules: dict[str, torch.Tensor], count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens among the likeliest `count`; and whether top_p and min_p leave more than these."""
+    """Tokens among the most likely `count`; and whether top_p and min_p leave more than these."""
     size = scaled.shape[1]
     ranked, order = scaled.topk(count) if count <= MOST_RANKED else scaled.sort(descending=True)
     ranked, order = ranked[:, :count], order[:, :count]

@@ -1,4 +1,4 @@
-"""Correct the rows around recomputed ones.
+"""Correction of moved rows between recomputed ones.
 
 When a text moves to another context, the K/V of neighbouring tokens changes alike: on trained
 models a third to a half of the change of a row is predicted by rows up to a hundred tokens away
@@ -32,12 +32,12 @@ PADDED_TOGETHER = 24  # patches
 
 @dataclass(frozen=True)
 class Patch:
-    """Rows [start, stop) and what each takes of the change of those that are recomputed."""
+    """Rows [start, stop), and how each follows the change of the recomputed ones."""
 
     start: int
     stop: int
     rows: torch.Tensor  # recomputed ones, counted from `start`
-    sources: torch.Tensor  # where these stand among the recomputed rows
+    sources: torch.Tensor  # index of these among all recomputed rows
     weights: torch.Tensor  # [stop - start, len(rows)]
 
 
@@ -94,7 +94,7 @@ class Padded:
             here = places[patch.start : patch.stop]
             weights[number, : len(here), : len(patch.rows)] = patch.weights
             rows[number, : len(here)] = here
-            # Padded by rows of its own, of weight 0: an overflow elsewhere is no matter of it.
+            # Padded by rows of its own, of weight 0: so that overflows in other rows do not spread.
             padding = 0, count - len(patch.rows)
             own[number] = np.pad(here[patch.rows.numpy()], padding, "edge")
             sources[number] = np.pad(patch.sources.numpy(), padding, "edge")

@@ -1,4 +1,4 @@
-"""Host memory <-> a device, without a wait of the thread that computes."""
+"""Copies between host memory and a device for which the computing thread does not wait."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Numbers = Sequence[int] | npt.NDArray[np.int64]
 
 
 def upload(device: torch.device, *numbers: Numbers) -> list[torch.Tensor]:
-    """Whole numbers as tensors on a device: one copy for all of them, for which nobody waits."""
+    """Whole numbers as tensors on a device, by one asynchronous copy."""
     parts = [np.asarray(each, np.int64) for each in numbers]
     together = sent(torch.from_numpy(np.concatenate(parts)), device)
     return list(torch.split(together, [len(each) for each in parts]))
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor on a device; one of the host is pinned first, so that the host need not wait."""
+    """A tensor on a device; host memory is pinned first, so that the copy is asynchronous."""
     if device.type != "cuda" or tensor.device.type == "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -36,13 +36,13 @@ def fits(pool: BlockPool) -> bool:
 
 
 class Varlen:
-    """Appended tokens of sequences that stand one after another in the packed row."""
+    """Appended tokens of sequences that are neighbours in the packed row."""
 
     def __init__(self, segments: Sequence[Segment], window: int | None) -> None:
         """`window`: how many rows a token sees, itself included; None: all before it."""
         self._pool, self._window = segments[0].rows.pool, window
         first = segments[0].start
-        queries: list[Blocks] = []  # by the run they stand in
+        queries: list[Blocks] = []  # by the run they are in
         own: list[Run] = []
         past: dict[Run, list[Blocks]] = {}  # runs before these, and the queries that see them
         for segment in segments:
@@ -137,7 +137,7 @@ def can_take(segment: Segment, pool: BlockPool, window: int | None) -> bool:
 
 
 def _pieces(segment: Segment, window: int | None) -> list[tuple[int, int, Run, list[Run]]]:
-    """Queries of a segment by the run they stand in, that run's rows so far, and runs before."""
+    """Queries of a segment by the run they are in, that run's rows so far, and runs before."""
     found: list[tuple[int, int, Run, list[Run]]] = []
     before: list[tuple[int, int, int]] = []  # position of the first row, and the run
     first_row, first_own = 0, segment.rows.length

@@ -1,1 +1,1 @@
-"""Decisions that learn from what happened: what pays, and what is good enough. No tensors."""
+"""The cost model and the guardrail: decisions learned from past requests. No tensors."""

@@ -1,4 +1,4 @@
-"""How long a prefill takes, learned from those that ran: reuse that would not pay is left out."""
+"""The cost model: predicts prefill times from earlier ones, to skip reuse that would not pay."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _fit(seen: deque[tuple[Work, float]]) -> npt.NDArray[np.float64]:
     rows = np.array([_features(work) for work, _ in seen])
     weights = RECENT ** np.arange(len(seen))[::-1]
     scale = rows.max(axis=0).clip(1.0)
-    # A few placed rows beside a slow start must not make placing many look dear.
+    # A few placed rows beside a slow start must not make placing many look expensive.
     scale[PLACED] = max(scale[PLACED], scale[ROWS])
     left = (rows / scale) / seconds[:, None] * seconds.mean() * weights[:, None]
     used = list(range(left.shape[1]))

@@ -1,4 +1,4 @@
-"""The quality budget: audits decide how much moved text is repaired, and whether it is used."""
+"""The guardrail: audits decide how much moved text is repaired, and whether it is reused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_WAITING = 8
 """Audits that wait for idle time: each keeps the logits of an answer."""
 
 MOST_REMEMBERED = 10_000
-"""Workloads; the one that was not heard of for the longest time is forgotten."""
+"""Workloads; the least recently used one is forgotten."""
 
 AGAIN_AFTER_S = 3600.0
 """After which a workload that exceeded the budget is tried again, at the highest ratio."""
@@ -92,7 +92,7 @@ class QualityGuard:
             return Allowance(is_allowed, ratio, note)
 
     def wants_audit(self, tenant: str) -> bool:
-        """Count an answer on moved K/V; whether it shall be audited.
+        """Count an output on moved K/V; whether to audit it.
 
         Each audit that is wanted must end in `record` or `abandon`.
         """

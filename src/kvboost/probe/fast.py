@@ -13,7 +13,7 @@ from kvboost.probe.statistics import sign_p
 from kvboost.probe.texts import Document, Texts
 
 FIRST_WORDS, MOST_WORDS = 200, 3200
-LONG_ENOUGH_S = 0.8  # a prefill that long stands out of any noise
+LONG_ENOUGH_S = 0.8  # a prefill that long stands out from any noise
 FAST = 0.8  # of a new prompt's time: a hit
 SLOW = 1.05  # of a new prompt's time: no gain, but a loss,
 LEAST_S = 0.005  # if it is also that much: below, nobody notices, and noise decides
@@ -114,7 +114,7 @@ class Fast:
                 self._add(name, self.server.ask(prompt, MAX_TOKENS))
 
     def _ask_variants(self) -> None:
-        """What templates put in front of a prompt, switched; servers without it are left alone."""
+        """Switch what templates put before a prompt; servers that refuse it are skipped."""
         thinks = [{"chat_template_kwargs": {"enable_thinking": on}} for on in (True, False)]
         variants: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
             ("tools in another order", {"tools": TOOLS}, {"tools": TOOLS[::-1]}),

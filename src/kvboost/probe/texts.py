@@ -79,7 +79,7 @@ class Document:
 
 
 class Texts:
-    """Makes documents; those of another seed are other ones."""
+    """Makes documents; other seeds give other ones."""
 
     def __init__(self, seed: str) -> None:
         self.seed = seed

@@ -26,10 +26,10 @@ def namespace(
 
 
 def derive(chunks: Iterable[Chunk], space: Namespace) -> list[ChunkKeys]:
-    """Name each chunk by its history.
+    """The prefix key of each chunk.
 
-    Tokens are hashed as little-endian u32, never through hash() or pickle: keys are shared
-    between processes and machines and must not depend on PYTHONHASHSEED or a Python version.
+    Tokens are hashed as little-endian u32, never through hash() or pickle: keys are shared between
+    processes and machines and must not depend on PYTHONHASHSEED or a Python version.
     """
     keys, parent = [], PrefixKey(sha256(b"prefix" + space).digest())
     for chunk in chunks:
@@ -40,5 +40,5 @@ def derive(chunks: Iterable[Chunk], space: Namespace) -> list[ChunkKeys]:
 
 
 def content_key(tokens: bytes, space: Namespace) -> ContentKey:
-    """Name a text by what it says, wherever it stands."""
+    """The key of a text by its tokens alone."""
     return ContentKey(sha256(b"content" + space + tokens).digest())

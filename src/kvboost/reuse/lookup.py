@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -11,6 +13,7 @@ from kvboost.core import (
     Chunk,
     ChunkKeys,
     Entry,
+    FrameKey,
     Match,
     MatchKind,
     Namespace,
@@ -19,7 +22,6 @@ from kvboost.core import (
     Span,
 )
 from kvboost.tiers import anchors
-from kvboost.tiers.company import Company
 from kvboost.tiers.index import ChunkIndex, shared_head, shared_tail
 
 # A prompt with anything reused takes two attention kernels a layer where a fresh one takes one;
@@ -30,6 +32,8 @@ LEAST_TOKENS = 16
 LEAST_MOVED_TOKENS = 32
 
 LONGEST_CHUNK = 4096  # how far to look ahead for the chunk that follows
+COMPANY_WINDOW = 4  # tokens: a token is in the prompt if a window around it is
+_WINDOW_BYTES, _MARGIN = COMPANY_WINDOW * TOKEN_BYTES, (COMPANY_WINDOW - 1) * TOKEN_BYTES
 
 
 def find(
@@ -66,12 +70,11 @@ def find_moved(
     *,
     same_company: bool = False,
 ) -> ReusePlan:
-    """Add what stands after the exact prefix and was read before, at any place of any prompt.
+    """Add moved text: what follows the exact prefix and was stored from any position of any prompt.
 
-    Each place where the index has seen the prompt's words is checked token by token and extended
-    both ways, over the borders of chunks that were computed one after the other. Of several copies
-    the one whose company has the fewest strangers is taken; with `same_company` only one that has
-    none.
+    Each anchor that the index knows is verified token by token and extended both ways, across
+    chunks that were computed one after the other. Of several copies, the one with the fewest
+    strangers in its company is taken; with `same_company`, only one that has none.
     """
     cursor = plan.matches[-1].span.stop if plan.matches else 0
     text = b"".join(chunk.tokens for chunk in chunks)
@@ -126,10 +129,10 @@ def _run_around(
 ) -> list[Match]:
     """The longest run of stored tokens around a place, within [start, end of text - 1).
 
-    Token `offset` of the entry seems to stand at `place`, which is verified here.
+    Token `offset` of the entry seems to match the one at `place`, which is verified here.
     """
     stop = len(text) // TOKEN_BYTES - 1
-    first = place - offset  # where the chunk's first token would stand
+    first = place - offset  # position of the chunk's first token
     end = min(stop, first + seen.num_tokens)
     ahead = shared_head(_part(seen.tokens, offset, seen.num_tokens), _part(text, place, end))
     if ahead == 0:
@@ -150,7 +153,7 @@ def _before(
     pieces: list[tuple[Entry, int, int, int]] = []
     while (before := index.before(entry)) is not None:
         if before.home + before.num_tokens != entry.home:
-            break  # the same words as those it was computed after, but from elsewhere
+            break  # the same tokens as those it was computed after, but from another position
         entry, stop, first = before, first, first - before.num_tokens
         back = shared_tail(entry.tokens, _part(text, max(start, first), stop))
         if back:
@@ -181,7 +184,7 @@ def _part(text: bytes, start: int, stop: int) -> bytes:
 
 
 def _moved(entry: Entry, first: int, start: int, stop: int, *, follows: bool) -> Match:
-    """Tokens [start, stop) of an entry whose first token stands, or would stand, at `first`."""
+    """Tokens [start, stop) of an entry whose first token is, or would be, at `first`."""
     return Match(
         span=Span(first + start, first + stop),
         key=entry.key,
@@ -197,3 +200,66 @@ def _moved(entry: Entry, first: int, start: int, stop: int, *, follows: bool) ->
 def _exact(span: Span, entry: Entry) -> Match:
     follows = span.start > 0
     return Match(span, entry.key, entry.num_tokens, MatchKind.EXACT, follows=follows)
+
+
+class Company:
+    """Counts strangers: tokens before a stored chunk that the prompt does not have. For one lookup.
+
+    K/V depends on everything before it. A copy that was computed after the same documents in
+    another order is closer to a full prefill than one that was computed after other text, and it
+    carries nothing that the prompt does not say itself.
+    """
+
+    def __init__(self, text: bytes, index: ChunkIndex) -> None:
+        self._text, self._index = text, index
+        self._strangers: dict[FrameKey, float] = {}  # before a chunk
+
+    @cached_property
+    def _windows(self) -> set[bytes]:
+        return set(_windows_of(self._text))
+
+    def strangers(self, match: Match) -> float:
+        """Tokens before a stored text that are not in the prompt.
+
+        Infinite if a chunk before it has left the store, or if any of this is approximate.
+        """
+        entry = self._index.get(match.key)
+        if entry is None or (before := self.before(entry)) == math.inf:
+            return math.inf
+        stop = match.offset * TOKEN_BYTES
+        return before + self._missing(entry, entry.tokens[:stop], entry.tokens[stop:])
+
+    def before(self, entry: Entry) -> float:
+        """Strangers before an entry's first token."""
+        chain = [entry]
+        while (last := chain[-1]).key not in self._strangers:
+            parent = self._index.before(last)
+            is_known = last.provenance is Provenance.EXACT
+            if is_known and parent is not None and parent.home + parent.num_tokens == last.home:
+                chain.append(parent)
+            else:
+                self._strangers[last.key] = 0 if is_known and last.home == 0 else math.inf
+        while len(chain) > 1:
+            parent, child = chain.pop(), chain[-1]
+            missing = self._missing(parent, parent.tokens, child.tokens)
+            self._strangers[child.key] = self._strangers[parent.key] + missing
+        return self._strangers[entry.key]
+
+    def _missing(self, entry: Entry, said: bytes, right: bytes) -> int:
+        """Tokens of `said`, the first ones of an entry, that are in no window of the prompt."""
+        before = self._index.before(entry)
+        left = b"" if before is None else before.tokens[-_MARGIN:]
+        text = left + said + right[:_MARGIN]
+        found = [window in self._windows for window in _windows_of(text)]
+        num_left, num_said = len(left) // TOKEN_BYTES, len(said) // TOKEN_BYTES
+        if not any(found):
+            return num_said
+        if all(found):
+            return 0
+        last = range(num_left, num_left + num_said)
+        return sum(not any(found[max(0, at - COMPANY_WINDOW + 1) : at + 1]) for at in last)
+
+
+def _windows_of(text: bytes) -> Iterator[bytes]:
+    last = len(text) - _WINDOW_BYTES
+    return (text[i : i + _WINDOW_BYTES] for i in range(0, last + 1, TOKEN_BYTES))

@@ -1,4 +1,4 @@
-"""plan -> K/V in its slots. Decodes, moves and copies; what cannot be had is a miss."""
+"""plan -> K/V in its slots. Decodes, copies and rotates; what is missing or damaged is a miss."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def assemble(
     space: Namespace,
     chunks: Mapping[FrameKey, StoredChunk],
 ) -> Placed:
-    """Fill `slots` with what the plan reuses of `chunks`, and return what came true of it.
+    """Fill `slots` with what the plan reuses of `chunks`, and return what was placed.
 
-    Keys tell namespaces and tokens apart already. A chunk of another namespace than `space`, or
+    Keys already depend on namespace and tokens. A chunk of another namespace than `space`, or
     with other tokens than the prompt, is refused all the same: whoever can write to a shared tier
     can write any frame under any key.
 
     An exact match holds only on top of all matches before it, so the first one that is gone or
-    broken ends the exact ones. Moved ones stand each for itself.
+    broken ends the exact ones. Moved matches do not depend on each other.
     """
     placed: list[Match] = []
     lost: list[FrameKey] = []
@@ -74,14 +74,14 @@ def assemble(
         if chunk.sensitivity:
             part = np.frombuffer(chunk.sensitivity, np.uint8)[match.offset :][: len(match.span)]
             sensitivities[match.span.start : match.span.stop] = part
-    came_true = ReusePlan(plan.num_tokens, tuple(placed))
-    for run in came_true.runs:
+    placed_plan = ReusePlan(plan.num_tokens, tuple(placed))
+    for run in placed_plan.runs:
         if run.kind is MatchKind.MOVED:
             slots.exact_stop = min(slots.exact_stop, run.span.start)
             geometry, rotations = model.geometry, model.rotations
             turn = partial(move, geometry=geometry, rotations=rotations, delta=run.delta)
             slots.turn(run.span, turn)
-    return Placed(came_true, tuple(lost), sensitivities)
+    return Placed(placed_plan, tuple(lost), sensitivities)
 
 
 def _place(

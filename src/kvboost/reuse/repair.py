@@ -1,4 +1,4 @@
-"""Strategies that choose which moved tokens are computed again: positions, not a way to run."""
+"""plan -> positions to repair. Strategies that select moved tokens; they run nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from kvboost.core import ReusePlan, Span
+from kvboost.core import LONGEST_QUESTION, ReusePlan, Span
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -24,7 +24,6 @@ NEAR_TOKENS = 8.0  # distance at which a word of the question counts a third
 REACH = 24
 SAMPLED_PART = 0.2  # of what QueryRepair may spend; passages get the rest
 PASSAGE_REACH = 6  # tokens on each side that attention to a token counts for
-LONGEST_QUESTION = 256  # tokens: of a longer live end the last ones are taken for the question
 
 
 class Evidence(Protocol):
@@ -96,7 +95,7 @@ class ScoredRepair(Repair):
         self._ratio, self._score = ratio, score
 
     def expected_rows(self, plan: ReusePlan) -> int:
-        """The ratio of what is moved."""
+        """The ratio, times the moved tokens."""
         return round(self._ratio * sum(len(run) for run in plan.moved))
 
     def select(self, plan: ReusePlan, evidence: Evidence) -> list[int]:
@@ -117,7 +116,7 @@ class SampledRepair(Repair):
         self._ratio, self._head_tokens = ratio, head_tokens
 
     def expected_rows(self, plan: ReusePlan) -> int:
-        """The ratio of what is moved, and at least the ends of each run."""
+        """The ratio, times the moved tokens, and at least the ends of each run."""
         runs = plan.moved
         ends = 2 * len(runs) if self._ratio > 0 else 0
         return max(ends, round(self._ratio * sum(len(run) for run in runs)))
@@ -165,7 +164,7 @@ class QueryRepair(SampledRepair):
         return super().expected_rows(plan) + round(self._read_ratio * sum(map(len, plan.moved)))
 
     def select(self, plan: ReusePlan, evidence: Evidence) -> list[int]:
-        """Both parts; what is in both is computed once."""
+        """Both parts; tokens in both are computed once."""
         sampled = super().select(plan, evidence)
         if not plan.moved or self._read_ratio == 0:
             return sampled

@@ -87,7 +87,7 @@ def _put_new(
     new: list[Entry] = []
     anchors_of = dict(zip(entries, _anchors_by_chunk(chunks, entries), strict=True))
     seen: set[FrameKey] = set()
-    # Last chunk first: the tier forgets the oldest first, and a chunk is of no use without the
+    # Last chunk first: the tier forgets the oldest first, and a chunk is useless without the
     # ones before it.
     for chunk, entry in reversed(list(zip(chunks, entries, strict=False))):
         if entry.key in seen or store.has(entry.key):

@@ -1,4 +1,4 @@
-"""Which replica holds which places, as far as is known here.
+"""What each replica holds, by places, as far as this router knows.
 
 A bit for every name and replica, in rows of names: what a prompt's places cost to look up does not
 grow with what the replicas hold. See `Book.size_bytes`.
@@ -49,7 +49,7 @@ class Report:
 class Book:
     """What was sent to the replicas, and what they reported. For one thread.
 
-    The names that were longest not asked for leave when room is needed for what is sent. A report
+    The least recently requested names leave when room is needed for what is sent. A report
     takes free room only: it may be large, and must not push out what requests ask for.
     """
 
@@ -113,7 +113,7 @@ class Book:
             bits[rows, byte] |= bit
 
     def reported(self, replica: str, report: Report) -> None:
-        """Believe a replica about what it holds, but for what was sent since its last report.
+        """Replace what is known of a replica by its report, except what was sent since the last.
 
         That may not have been stored yet.
         """
@@ -131,7 +131,7 @@ class Book:
         self._free_unheld(np.flatnonzero(before & ~held))
 
     def forget(self, replica: str) -> None:
-        """A replica is gone, and what it held."""
+        """Forget a replica and all that it held."""
         if replica not in self._columns:
             return
         byte, bit = self._place_of(replica)
@@ -164,7 +164,7 @@ class Book:
         self._free_rows.extend(rows)
 
     def _free_unheld(self, rows: npt.NDArray[np.int64]) -> None:
-        """Free those of some rows that no replica holds any more."""
+        """Free the rows among these that no replica holds any more."""
         self._free(rows[~self._held[rows].any(axis=1)].tolist())
 
     def _grow_rows(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 class Policy:
     """When what a replica holds is worth more than a short queue."""
 
-    least_share: float = 0.1  # of the prompt; who holds less is as good as any other
+    least_share: float = 0.1  # of the prompt; a replica that holds less is as good as any other
     slack: int = 4  # requests more than the least busy one has, that a whole prompt is worth
 
 

@@ -83,7 +83,7 @@ class Held:
                     self._names[key] = names
 
     def _tail_before(self, key: bytes) -> bytes:
-        """The last tokens of what stands before a chunk, as far as that is held."""
+        """The last tokens before a chunk, as far as they are held."""
         tail, before = b"", self._chunks[key][1]
         while before is not None and before in self._chunks and len(tail) < TAIL_BYTES:
             tokens, parent = self._chunks[before]

@@ -1,4 +1,4 @@
-"""Names for the places of a text, by which its parts are found again wherever they stand.
+"""Names for the places of a text, by which its parts are found again at any position.
 
 Of bytes and not of tokens, so that a router needs no tokenizer.
 """

@@ -11,7 +11,7 @@ from kvboost.routing.places import SEPARATOR
 
 
 def text_of(request: object) -> bytes:
-    """What a model is to read, as UTF-8, its parts apart by `places.SEPARATOR`; never raises.
+    """The text of a prompt as UTF-8, its parts separated by `places.SEPARATOR`; never raises.
 
     `request` is a parsed body, or an object with `messages`, `prompt` or, for the Responses API,
     `instructions` and `input`; of others nothing is known. Token ids give their bytes,

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's API over an engine, and what an operator watches it with."""
+"""The HTTP server: OpenAI's API over an engine, with keys, limits and telemetry."""

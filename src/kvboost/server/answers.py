@@ -38,7 +38,7 @@ class ClientGone(Exception):
 
 
 class Answers:
-    """Several answers that run at once; what comes of them is waited for in one place.
+    """Several answers that run at once; one reader waits for the events of all.
 
     Pieces that a slow reader has not fetched are joined, so that no more than the answers' own text
     waits for it; `max_new_tokens` bounds that. The engine never waits for a reader.
@@ -81,7 +81,7 @@ class Answers:
             ticket.cancel()
 
     def cut(self, error: BaseException) -> None:
-        """End with an error for whoever reads."""
+        """End with an error for the reader."""
         self._error = error
         self._wake.set()
         self.cancel()

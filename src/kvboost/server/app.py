@@ -1,4 +1,4 @@
-"""The endpoints."""
+"""The endpoints of the server, and the application around them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Endpoints:
         self._administering = Turns("administer", num_threads=2)
 
     def add_to(self, app: FastAPI) -> None:
-        """Give each path what it does."""
+        """Add the route of each path."""
         everybodys: Routes = (
             ("/", "GET", self.home),
             ("/health", "GET", self.health),

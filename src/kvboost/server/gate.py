@@ -1,4 +1,4 @@
-"""What every request passes: its id, who sent it, how large it is, and what became of it."""
+"""Middleware of every request: its id, its caller, its limits and its outcome."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Gate:
         host = PORT.sub("", headers.get("host", ""))
         anybody = not self._keys and not self._options.allow_anonymous
         if anybody and not is_loopback(host):
-            # A web page whose name was made to mean this machine would call under its own name.
+            # DNS rebinding: a web page whose name resolves to this machine calls under that name.
             reason = f"host {host!r}: without API keys, only local clients are served"
             raise Problem(403, reason, code="wrong_host")
         if anybody:
@@ -120,7 +120,7 @@ class Gate:
             raise self._too_large()
 
     def _check_local(self, headers: Headers) -> None:
-        """Refuse what did not come from a program on this machine: all of these administrate."""
+        """Refuse what did not come from a program on this machine: local callers administrate."""
         if any(name in headers for name in FORWARDED):
             reason = "without API keys, requests through a proxy are refused (--api-keys)"
             raise Problem(403, reason, code="forwarded")

@@ -1,4 +1,4 @@
-"""Answers that must have a form: JSON schemas and tool calls -> the tokens that may come next."""
+"""Structured output: JSON schemas and tool calls -> the tokens that may come next."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from llguidance.hf import from_tokenizer
 
 from kvboost.errors import ConfigError
 from kvboost.models.upload import sent
+from kvboost.server.bodies import MOST_SCHEMA_BYTES
 from kvboost.server.tools import CLOSE, OPEN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Schemas come from clients. Where these figures come from: docs/adr/0018-structured-output.md.
-MAX_SCHEMA_BYTES = 128 * 2**10  # of one request: all tools together
 MAX_DEPTH = 64  # lists and objects within each other
 MAX_ENTRIES = 1000  # of one list or object: properties, enum
 MAX_BRANCHES = 100  # of one anyOf, allOf or oneOf
@@ -117,7 +117,7 @@ class Grammars:
 
 
 class TokenGrammar:
-    """A `kvboost.core.Grammar`: where one answer stands in what it must form."""
+    """A `kvboost.core.Grammar`: the state of one output in its grammar."""
 
     def __init__(self, compiled: LLMatcher, vocab_size: int) -> None:
         self._matcher, self._vocab_size = compiled.deep_copy(), vocab_size
@@ -155,12 +155,12 @@ def check_schema(schema: object) -> None:
         size_bytes = len(_json(schema).encode())
     except (TypeError, ValueError) as error:
         raise ConfigError(f"schema: not JSON: {error}") from error
-    if size_bytes > MAX_SCHEMA_BYTES:
-        raise ConfigError(f"schema: {size_bytes} bytes; the limit is {MAX_SCHEMA_BYTES}")
+    if size_bytes > MOST_SCHEMA_BYTES:
+        raise ConfigError(f"schema: {size_bytes} bytes; the limit is {MOST_SCHEMA_BYTES}")
 
 
 def _entries(key: str, part: object) -> Iterable[tuple[str, object]]:
-    """What a list or object holds, each with the keyword that it stands under."""
+    """The entries of a list or object, each with its keyword."""
     if isinstance(part, int) and key in ("const", "enum") and abs(part) > 2**53:
         raise ConfigError(f"schema: {key} has {part}; integers above 2^53 lose digits")
     if not isinstance(part, Mapping | list):
@@ -172,7 +172,7 @@ def _entries(key: str, part: object) -> Iterable[tuple[str, object]]:
 
 
 def _compiled(text: str, tokens: LLTokenizer) -> LLMatcher | ConfigError:
-    """A refusal is a result as well: who repeats a schema must not cost seconds each time."""
+    """Compile; refusals are cached as well, so that a repeated schema does not cost seconds."""
     try:
         return _compile(text, tokens)
     except ConfigError as error:

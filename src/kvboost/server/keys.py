@@ -1,6 +1,6 @@
 """API keys: who calls, for which tenant, and how much a minute.
 
-Keys are 256 random bits, so a plain SHA-256 of them cannot be turned around by guessing; the slow
+Keys are 256 random bits, so a plain SHA-256 of them cannot be inverted by guessing; the slow
 hashes that passwords need would only slow every request down.
 """
 
@@ -13,7 +13,6 @@ import logging
 import os
 import secrets
 import stat
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,12 +21,8 @@ from typing import Any
 
 from kvboost.config import unknown_option
 from kvboost.errors import ConfigError
+from kvboost.server.options import read_toml
 from kvboost.server.problems import Problem
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MINUTE_S = 60.0
 HEX_DIGITS = 64  # of a SHA-256
@@ -44,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class Bucket:
-    """Room for so many a minute, which comes back evenly. Used by one thread."""
+    """A token bucket: so many a minute, refilled evenly. Used by one thread."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         self.per_minute = per_minute
@@ -69,7 +64,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request."""
+    """The caller of a request."""
 
     name: str = ""
     tenant: str = ""
@@ -140,10 +135,7 @@ def read_keys(path: str) -> list[dict[str, Any]]:
     Raises:
         ConfigError: the file cannot be read or says something unknown.
     """
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"key file {path}: {error}") from None
+    table = read_toml("key file", path)
     keys = table.pop("keys", [])
     if table or not isinstance(keys, list) or not keys:
         raise ConfigError(f"key file {path}: expected tables [[keys]] and nothing else")
@@ -203,7 +195,7 @@ def _caller(key: dict[str, Any], clock: Callable[[], float]) -> Caller:
 
 def _over(limit: str, kind: str, wait_s: float | None) -> Problem:
     message = f"rate limit of this API key: {limit}"
-    # OpenAI's clients try a 429 again unless they are told so.
+    # OpenAI's clients retry a 429 unless this header forbids it.
     headers = {"X-Should-Retry": "false"} if wait_s is None else None
     code = "rate_limit_exceeded"
     return Problem(429, message, kind=kind, code=code, retry_s=wait_s, headers=headers)

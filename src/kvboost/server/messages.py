@@ -1,4 +1,4 @@
-"""What chats are made of: messages, tools and output formats, as clients send them."""
+"""Messages, tools and output formats of chats, as clients send them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every metric of the server by name; dashboards and alerts of others are built on these."""
+"""Every metric of the server by name; users build dashboards and alerts on these."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Read = Callable[[Stats], Iterable[Sample]]
 
 @dataclass(frozen=True)
 class Metric:
-    """What Prometheus is told of a metric."""
+    """The definition of a metric for Prometheus."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]

@@ -11,11 +11,11 @@ import ipaddress
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from kvboost.config import MIB, SHORT_DTYPES, Options, about, checked, unknown_option
+from kvboost.config import MIB, SHORT_DTYPES, Options, checked, option, unknown_option
 from kvboost.errors import ConfigError
 from kvboost.server.logs import LogStyle
 
@@ -50,90 +50,54 @@ METAVARS = {
 class ServerOptions:
     """What `kvboost serve` takes besides the engine's options."""
 
-    model: str = field(
-        default="", metadata=about("hub name, folder or GGUF file of the model (required)")
+    model: str = option("", "hub name, folder or GGUF file of the model (required)")
+    gguf_file: str | None = option(None, "GGUF file inside the folder or repository of --model")
+    served_model_name: str | None = option(
+        None, "model name for clients; default: the last part of --model"
     )
-    gguf_file: str | None = field(
-        default=None, metadata=about("GGUF file inside the folder or repository of --model")
+    adapter: tuple[str, ...] = option(
+        (), "PEFT adapter (folder or hub name); clients select it as a model by NAME"
     )
-    served_model_name: str | None = field(
-        default=None, metadata=about("model name for clients; default: the last part of --model")
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0: any free port", low=0, high=65535)
+    device: str | None = option(None, "cpu, cuda, cuda:1 ...; default: a GPU if there is one")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "dtype of the weights; auto: as stored"
     )
-    adapter: tuple[str, ...] = field(
-        default=(),
-        metadata=about("PEFT adapter (folder or hub name); clients select it as a model by NAME"),
+    max_weight_bytes: int | None = option(
+        None, "budget for weights in memory; the rest is read layer by layer", low=1
     )
-    host: str = field(default="127.0.0.1", metadata=about("address to listen on"))
-    port: int = field(
-        default=8000, metadata=about("port to listen on; 0: any free port", low=0, high=65535)
-    )
-    device: str | None = field(
-        default=None, metadata=about("cpu, cuda, cuda:1 ...; default: a GPU if there is one")
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata=about("dtype of the weights; auto: as stored")
-    )
-    max_weight_bytes: int | None = field(
-        default=None,
-        metadata=about("budget for weights in memory; the rest is read layer by layer", low=1),
-    )
-    warm: tuple[str, ...] = field(
-        default=(), metadata=about("text file to prefill and store before the first request")
-    )
-    workers: int = field(
-        default=1, metadata=about("only 1: a single process owns the model", low=1)
-    )
-    api_keys: str | None = field(
-        default=None, metadata=about("file with API keys, made with `kvboost keys new`")
-    )
-    allow_anonymous: bool = field(
+    warm: tuple[str, ...] = option((), "text file to prefill and store before the first request")
+    workers: int = option(1, "only 1: a single process owns the model", low=1)
+    api_keys: str | None = option(None, "file with API keys, made with `kvboost keys new`")
+    allow_anonymous: bool = option(
         default=False,
-        metadata=about("accept clients of other machines without API keys; disables admin paths"),
+        text="accept clients of other machines without API keys; disables admin paths",
     )
-    cors_origin: tuple[str, ...] = field(
-        default=(), metadata=about("origin of web pages that may call this server")
+    cors_origin: tuple[str, ...] = option((), "origin of web pages that may call this server")
+    docs: bool = option(
+        default=False, text="interactive API docs at /docs (the page loads scripts from a CDN)"
     )
-    docs: bool = field(
-        default=False,
-        metadata=about("interactive API docs at /docs (the page loads scripts from a CDN)"),
+    max_body_bytes: int = option(8 * MIB, "largest request body accepted", low=1)
+    max_header_bytes: int = option(32 * 1024, "largest request head accepted", low=1024)
+    max_connections: int = option(
+        1024,
+        "most connections; a new one beyond closes the one that has waited for a request longest",
+        low=16,
     )
-    max_body_bytes: int = field(
-        default=8 * MIB, metadata=about("largest request body accepted", low=1)
+    client_timeout_s: float = option(
+        60.0,
+        "time for a client to send a request head, to send more of a body (500 bytes/s at "
+        "least), or to read more of a response",
+        low=0.1,
     )
-    max_header_bytes: int = field(
-        default=32 * 1024, metadata=about("largest request head accepted", low=1024)
+    max_prompt_tokens: int | None = option(
+        None, "longest prompt; default: what the context holds", low=1
     )
-    max_connections: int = field(
-        default=1024,
-        metadata=about(
-            "most connections; a new one beyond closes the one that has waited for a request "
-            "longest",
-            low=16,
-        ),
-    )
-    client_timeout_s: float = field(
-        default=60.0,
-        metadata=about(
-            "time for a client to send a request head, to send more of a body (500 bytes/s at "
-            "least), or to read more of a response",
-            low=0.1,
-        ),
-    )
-    max_prompt_tokens: int | None = field(
-        default=None, metadata=about("longest prompt; default: what the context holds", low=1)
-    )
-    max_new_tokens: int = field(default=4096, metadata=about("most output tokens", low=1))
-    request_deadline_s: float = field(
-        default=600.0, metadata=about("time limit of a request", low=0.001)
-    )
-    drain_s: float = field(
-        default=30.0,
-        metadata=about("time for running requests to finish at shutdown", low=0.0),
-    )
-    log_format: LogStyle = field(
-        default="auto",
-        metadata=about("log format; auto: text on a terminal, else json"),
-    )
+    max_new_tokens: int = option(4096, "most output tokens", low=1)
+    request_deadline_s: float = option(600.0, "time limit of a request", low=0.001)
+    drain_s: float = option(30.0, "time for running requests to finish at shutdown", low=0.0)
+    log_format: LogStyle = option("auto", "log format; auto: text on a terminal, else json")
 
     def __post_init__(self) -> None:
         for each, hint in _fields(ServerOptions):
@@ -257,7 +221,7 @@ def _variable(name: str) -> str:
 
 
 def _metavar(name: str, hint: Any) -> str:
-    """What stands for an option's value in the help."""
+    """The placeholder of an option's value in the help."""
     if get_origin(hint) is Literal:
         return "{" + ",".join(get_args(hint)) + "}"
     by_unit = (unit for suffix, unit in UNITS.items() if name.endswith(suffix))
@@ -282,7 +246,12 @@ def _help(each: dataclasses.Field[Any], hint: Any) -> str:
     return f"{each.metadata['help']} ({'; '.join(notes)})".replace("%", "%%")
 
 
-def _from_file(path: str, known: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+def read_toml(what: str, path: str) -> dict[str, Any]:
+    """The table in a TOML file; `what` names the file in messages.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     # Here, so that there are flags and help without the extra too.
     if sys.version_info >= (3, 11):
         import tomllib  # noqa: PLC0415
@@ -290,9 +259,13 @@ def _from_file(path: str, known: Mapping[str, Any]) -> dict[str, tuple[Any, str]
         import tomli as tomllib  # noqa: PLC0415
 
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"config file {path}: {error}") from None
+        raise ConfigError(f"{what} {path}: {error}") from None
+
+
+def _from_file(path: str, known: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    table = read_toml("config file", path)
     for name in table:
         if name not in known:
             raise ConfigError(f"config file {path}: {unknown_option(name, known)}")

@@ -1,4 +1,4 @@
-"""From a body to what is computed: tokens, sampling, and the shape of the reply."""
+"""Request bodies -> tokens, sampling, and the format of the reply."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a request asks for; the answers to a prompt stand together."""
+    """What a request asks for; answers to one prompt are neighbours."""
 
     asks: tuple[Ask, ...]
     num_each: int  # answers to each prompt
@@ -98,7 +98,7 @@ class Plan:
         return self.prompt_tokens + sum(ask.sampling.max_new_tokens for ask in self.asks)
 
     def firsts(self, each: Sequence[Any]) -> Sequence[Any]:
-        """Of things of all answers, those of the first answer to each prompt."""
+        """Of one item per answer, the items of the first answers to each prompt."""
         return each[:: self.num_each]
 
     def kept(self, answers: Sequence[Completion]) -> list[tuple[int, Completion]]:
@@ -229,7 +229,7 @@ class Planner:
         return tokens
 
     def warmed(self, body: WarmBody) -> str | list[str] | list[int]:
-        """What is to be read for later; none of it is longer than a prompt may be."""
+        """The content to warm; no text of it is longer than a prompt may be."""
         self._model.adapter(body.model)
         for text in [body.text or "", body.preface or "", *(body.texts or ())]:
             self._check_size(text)
@@ -345,7 +345,7 @@ class Planner:
         return min(most, self._model.context_tokens - len(tokens))
 
     def _check_size(self, *texts: str) -> None:
-        """Refuse what cannot fit: splitting megabytes takes seconds, in which others wait."""
+        """Refuse what cannot fit: tokenizing megabytes takes seconds, in which others wait."""
         num_chars = sum(map(len, texts))
         context = self._model.context_tokens
         if context is not None and num_chars > context * self._longest_token:

@@ -1,4 +1,4 @@
-"""The last minute in figures, for people who look now and have no Prometheus."""
+"""Figures of the last minute, for people without Prometheus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes, whole and in pieces."""
+"""Replies in OpenAI's formats, whole or streamed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class ChoicesReply(Reply):
         return {**self._head, "object": self.kind, "choices": choices, **account}
 
     def begin(self, num_answers: int) -> Iterator[bytes]:
-        """What stands before the answers."""
+        """What comes before the answers."""
         for choice in self.opening(num_answers):
             yield from self.events(choice)
 
@@ -120,7 +120,7 @@ class CompletionReply(ChoicesReply):
     def __init__(
         self, model: str, echoes: Sequence[str], *, has_logprobs: bool, has_usage: bool
     ) -> None:
-        """`echoes` is what stands before each answer."""
+        """`echoes` is what comes before each answer."""
         super().__init__(model, has_usage=has_usage)
         self._echoes = echoes
         self._has_logprobs = has_logprobs
@@ -195,7 +195,7 @@ class ChatReply(ChoicesReply):
         self._num_told: dict[int, int] = {}  # calls, of a stream
 
     def opening(self, num_answers: int) -> Iterator[Json]:
-        """Who speaks."""
+        """The role of the speaker."""
         for index in range(num_answers):
             yield self._delta(index, {"role": "assistant", "content": ""})
 

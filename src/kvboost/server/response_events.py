@@ -1,4 +1,4 @@
-"""Responses of OpenAI's Responses API: what a chat sends becomes their events."""
+"""Replies of OpenAI's Responses API, made from those of a chat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From options to a running server, and its orderly end."""
+"""From options to a running server, and its drain at shutdown."""
 
 from __future__ import annotations
 
@@ -143,10 +143,10 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def load(options: ServerOptions, engine_options: Options) -> Loaded:
-    """Read the keys, load the model and warm what is to be warm.
+    """Read the keys, load the model and warm the texts of --warm.
 
     Raises:
-        KVBoostError: something of it cannot be had.
+        KVBoostError: something of it cannot be read or loaded.
         OSError: a file cannot be read.
     """
     from kvboost.server.grammar import Grammars  # noqa: PLC0415  (loads torch)

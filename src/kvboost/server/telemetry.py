@@ -1,4 +1,4 @@
-"""What is told of each request: metrics, a log line, spans, and the figures of the last minute."""
+"""Telemetry of each request: metrics, a log line, spans, and figures of the last minute."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RequestRecord:
     def is_error(self) -> bool:
         """Whether something went wrong, also after a stream had started with status 200.
 
-        A caller who went away is none.
+        A caller who disconnects causes no error.
         """
         return self.finish_reason != "cancelled" and (self.status >= 400 or bool(self.error))
 

@@ -1,4 +1,4 @@
-"""Tool calls: how a model is told of tools, and how calls are read from what it writes."""
+"""Tool calls: tools in the prompt, and calls parsed from the output."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class ToolReader:
     def __init__(self) -> None:
         self._held = ""  # not yet given out: it may be a call, or its beginning
         self._may_be_bare = True  # whether the answer as a whole may be a call
-        self._checked = 0  # closing tags of the held text before it stand in a string
+        self._checked = 0  # closing tags before this offset of the held text are inside a string
         self._was_call = False  # whether a call was the last that was given out
 
     def feed(self, text: str) -> list[str | ToolCall]:

@@ -1,4 +1,4 @@
-"""Work before a request has a place in the engine's queue: tenants take turns on one thread."""
+"""Work before a request is in the queue of the engine: tenants take turns on a thread."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Turns:
             raise
 
     def _pass_on(self, done: object = None) -> None:
-        """Give a free thread to whoever is next."""
+        """Give a free thread to the next tenant."""
         while self._waiting:
             tenant, waiting = next(iter(self._waiting.items()))
             del self._waiting[tenant]

@@ -1,1 +1,1 @@
-"""Where chunks lie. Tiers carry bytes under keys and know nothing of tensors or models."""
+"""Tiers: storage of chunks as bytes under keys, without tensors or models."""

@@ -27,7 +27,7 @@ def split_url(url: str) -> SplitResult:
 
 
 def shown(url: str) -> str:
-    """Scheme and host of a URL: what may stand in a message."""
+    """Scheme and host of a URL: what a message may show."""
     parts = split_url(url)
     # A password with an unescaped / ? or # ends the host too early: then show nothing of it.
     is_cut = "@" in parts.path + parts.query + parts.fragment

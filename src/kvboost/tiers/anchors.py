@@ -1,8 +1,8 @@
-"""Places by which a text is found again wherever it stands.
+"""Anchors: hashes by which a text is found again at any position (winnowing).
 
-Every window of tokens is hashed, and of each stretch of windows the smallest hash is kept
-(winnowing). Which places are kept depends on the tokens around them alone, so a text keeps the
-same places in every prompt, and any `SHORTEST_FOUND` equal tokens have one of them in common.
+Every window of tokens is hashed, and of each stretch of windows the smallest hash is kept. Which
+windows are kept depends on the tokens around them alone, so a text keeps the same ones in every
+prompt, and any `SHORTEST_FOUND` equal tokens have one of them in common.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvboost.core import Namespace
 
 WINDOW = 16  # tokens that are hashed together
-STRETCH_LOG2 = 6  # of 64 windows one is kept: about four places in a chunk of 128 tokens
+STRETCH_LOG2 = 6  # of 64 windows one is kept: about four in a chunk of 128 tokens
 SHORTEST_FOUND = WINDOW + 2**STRETCH_LOG2 - 1
 
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
@@ -33,7 +33,7 @@ def pick(
     window: int = WINDOW,
     stretch_log2: int = STRETCH_LOG2,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-    """The kept places of a text, in order, and their hashes. Other salts give other hashes."""
+    """Offsets of the kept windows of a text, and their hashes. Other salts give other hashes."""
     if len(tokens) < window:
         return np.empty(0, np.int64), np.empty(0, np.uint64)
     hashes = _window_hashes(tokens, salted, window)

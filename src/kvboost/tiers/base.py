@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvboost.codecs.frame import Head
 from kvboost.core import Anchor, Entry, FrameKey, Owner, Span
 from kvboost.errors import TierUnavailable
-from kvboost.tiers.epochs import check_epoch, read_epoch, write_epoch
+from kvboost.tiers.notes import check_epoch, read_epoch, write_epoch
 
 if TYPE_CHECKING:
     from kvboost.codecs.base import KV
@@ -39,7 +39,7 @@ class StoredChunk(Protocol):
 
     @property
     def anchors(self) -> Iterable[Anchor]:
-        """The places by which it is found wherever it stands."""
+        """The anchors by which it is found at any position."""
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Write-behind: a thread that brings chunks from memory to a tier below it, after the answer."""
+"""Write-behind: a thread that writes chunks from memory to a tier below it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """Where the writing thread gets what it writes, and whom it tells."""
+    """Supplies the writing thread, and is told what it has done."""
 
     def take(self, key: FrameKey) -> memoryview | None:
         """The frame to write; None: it is not wanted any more."""
@@ -32,7 +32,7 @@ class Source(Protocol):
         """A key was written, or given up."""
 
     def left(self, keys: Sequence[FrameKey]) -> None:
-        """Keys left the tier to make room."""
+        """Keys were evicted from the tier."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class _Job:
 
 
 class WriteBehind:
-    """Writes and discards in the order they were asked for; a fault drops them.
+    """Writes and discards frames in order; a fault drops the job.
 
-    What is to be erased follows what was asked for before it, and is tried again until it is done.
+    Erasures keep this order, and are retried until they are done.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class WriteBehind:
         self._add(_Job(key, is_discard=True, is_chunk=False))
 
     def erase(self, erasure: Erasure) -> None:
-        """Have something gone below for good, however long that takes."""
+        """Erase frames below, with as many retries as that takes."""
         with self._changed:
             self._num_erasures += 1
         self._add(erasure)
@@ -114,7 +114,7 @@ class WriteBehind:
             return self._changed.wait_for(lambda: not self._jobs and not self._is_busy, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Finish what was asked for; whether that took less than `timeout_s`."""
+        """Finish all jobs; whether that took less than `timeout_s`."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -147,7 +147,7 @@ class WriteBehind:
                 self._next_batch()
 
     def _erase(self) -> None:
-        """Do what is owed, if the tier works."""
+        """Do the pending erasures, if the tier works."""
         tier = self._tier()
         for erasure in list(self._owed) if tier is not None else ():
             assert tier is not None
@@ -171,7 +171,7 @@ class WriteBehind:
                 self._changed.notify_all()
 
     def _put_off(self, error: Exception) -> None:
-        """Leave a tier alone for a while that cannot be written."""
+        """Pause writes to a tier that failed."""
         if self._pause_s == FIRST_PAUSE_S:
             is_foreseen = isinstance(error, (TierUnavailable, OSError))
             log.warning(

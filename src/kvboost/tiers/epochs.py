@@ -1,32 +1,28 @@
-"""Epochs: how often everything of a tenant was deleted.
+"""Epochs: how often all K/V of a tenant was deleted.
 
-The epoch is part of every key. One more of it, and nothing that was stored before is found again,
-by any process that knows: one small value in a shared tier tells them all.
+The epoch is part of every key: after the next one, nothing that was stored before is found again. A
+note in the shared tier tells it to all processes.
 """
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-from xxhash import xxh3_64_digest
-
-from kvboost.codecs.frame import OWNER_BYTES, FrameError
+from kvboost.codecs.frame import OWNER_BYTES
 from kvboost.core import ContentKey, FrameKey, Owner
 
 MOST_PAST = 64  # epochs whose frames are looked for
-_BODY = struct.Struct("<Q")  # the epoch; a checksum follows
 
 
 @dataclass(frozen=True, eq=False)
 class Erasure:
-    """What is to be gone from a tier: frames by their keys, and all frames of some owners.
+    """What to erase from a tier: frames by key, and all frames of some owners.
 
-    With `epoch`, the tier keeps a tenant's new one, by its key. If the tier has that epoch or a
-    later one already, `outdated` is told: somebody else has deleted, and stored since.
+    With `epoch`, the tier also stores a tenant's new epoch under its key. If it has that epoch or a
+    later one already, `outdated` is called: another process has deleted, and may have stored since.
     """
 
     keys: frozenset[FrameKey] = frozenset()
@@ -57,36 +53,17 @@ class Epochs:
 
 
 def owner(tenant: str, epoch: int) -> Owner:
-    """Whose a frame is, whatever model made it: the first half of its namespace."""
+    """The owner of a tenant's frames under any model: the first half of their namespace."""
     said = tenant.encode()
     digest = sha256(b"owner" + len(said).to_bytes(4, "little") + said + b"%d" % epoch)
     return Owner(digest.digest()[:OWNER_BYTES])
 
 
 def past_owners(tenant: str, known: int, epoch: int) -> list[Owner]:
-    """What the tenant was from a known epoch on until before this one."""
+    """The owners that the tenant was in epochs from `known` on, before `epoch`."""
     return [owner(tenant, past) for past in range(max(known, epoch - MOST_PAST), epoch)]
 
 
 def epoch_key(tenant: str) -> FrameKey:
-    """Under which a shared tier has the epoch of a tenant."""
+    """The key of a tenant's epoch in a shared tier."""
     return ContentKey(sha256(b"epoch" + tenant.encode()).digest())
-
-
-def write_epoch(key: FrameKey, epoch: int) -> memoryview:
-    """An epoch as it is stored under `key`."""
-    body = _BODY.pack(epoch)
-    return memoryview(body + xxh3_64_digest(key + body))
-
-
-def read_epoch(note: memoryview) -> int:
-    """The epoch of a note."""
-    epoch: int = _BODY.unpack_from(note)[0]
-    return epoch
-
-
-def check_epoch(note: memoryview, key: FrameKey) -> None:
-    """Raise `FrameError` unless this is an epoch that was written under `key`."""
-    body, seal = bytes(note[: _BODY.size]), bytes(note[_BODY.size :])
-    if len(body) != _BODY.size or xxh3_64_digest(key + body) != seal:
-        raise FrameError("a damaged epoch")

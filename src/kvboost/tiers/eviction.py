@@ -16,7 +16,7 @@ MOVES_PER_KEY = 32  # between cells, for each key that is added or used; a key n
 
 
 class ReuseDensity:
-    """Keeps what saves most for the room and time that it takes, as learned from what came back.
+    """Keeps the chunks that save most for their bytes and time, as learned from earlier uses.
 
     A use saves computing and storage costs bytes, both by the token, so the value of a key is
     (chance of a use / time until then), the time chosen to make that largest. The chance comes
@@ -55,7 +55,7 @@ class ReuseDensity:
         self._ranking: list[tuple[int, int]] | None = None
 
     def add(self, sizes_bytes: Mapping[FrameKey, int], owner: Owner | None = None) -> None:
-        """Keys came in; one that comes back goes on counting its uses.
+        """Keys came in; one that comes back continues to count its uses.
 
         The tier adds first and evicts then: a new key may be the first victim.
         """
@@ -82,7 +82,7 @@ class ReuseDensity:
         self._pass_time(used_bytes, num_keys)
 
     def remove(self, key: FrameKey) -> None:
-        """A key went out, for whatever reason; it is remembered for as long as it is counted."""
+        """A key left. It is remembered, as in a ghost list, for as long as its uses are counted."""
         known = self._known[key]
         self._leave(key, known)
         if known.age == len(self.AGES):

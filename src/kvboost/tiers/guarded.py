@@ -1,4 +1,4 @@
-"""A tier that cannot hurt: a deadline, a circuit breaker, and a check of all that it returns.
+"""A tier behind a deadline, a circuit breaker and a check of every frame: faults are misses.
 
 Calls to the tier itself run on two threads of their own, one that reads and one that writes. A
 request waits for a read as long as its patience lasts, and takes what has come by then. When the
@@ -23,7 +23,7 @@ from kvboost.errors import ConfigError, TierUnavailable
 from kvboost.metrics import Metrics
 from kvboost.tiers.base import OwnTier, Tier, TierStats
 from kvboost.tiers.behind import FIRST_PAUSE_S, LONGEST_PAUSE_S, Source, WriteBehind
-from kvboost.tiers.epochs import check_epoch
+from kvboost.tiers.notes import check_epoch
 
 CLOSING_S = 10.0  # what closing waits for writes
 BATCH_BYTES = 8 << 20  # of frames that a tier is asked for at once
@@ -90,7 +90,7 @@ def _wake_up() -> None:
 
 
 class GuardedTier:
-    """A tier below memory, in a box. Nothing here raises because of the tier."""
+    """A tier below memory whose faults become misses: nothing here raises because of it."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class GuardedTier:
         later. A tier that is silent for `deadline_s` is dead.
         """
         self.name = name
-        self.loading = threading.Lock()  # held by whoever copies frames of it into memory
+        self.loading = threading.Lock()  # while its frames are copied into memory
         self._deadline_s = deadline_s
         self._make = make
         self._opened = opened
@@ -126,7 +126,7 @@ class GuardedTier:
         self._probe_at = 0.0
         self._began_at: float | None = None  # the job that is under way
         self._heard_at, self._delivered = 0.0, (0, 0)  # when it was last seen to have progressed
-        self._condemned: set[FrameKey] = set()  # damaged; their discard is on its way
+        self._condemned: set[FrameKey] = set()  # damaged; they are about to be discarded
         self._pause_s = FIRST_PAUSE_S
         self._retry_at = 0.0
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -147,7 +147,7 @@ class GuardedTier:
         return isinstance(self._tier, OwnTier)
 
     def holds(self, key: FrameKey) -> bool:
-        """Whether `key` is here for sure, though perhaps not to be had now."""
+        """Whether `key` is known to be here, though the tier may be down now."""
         tier = self._tier
         return isinstance(tier, OwnTier) and tier.holds(key) and key not in self._condemned
 

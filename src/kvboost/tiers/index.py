@@ -1,6 +1,6 @@
-"""What is stored: finds a chunk by its key, by what it follows, or by what it says.
+"""The index of stored chunks: finds one by its key, by the chunk before it, or by anchors.
 
-Laid out in columns, because it holds a row for every stored chunk: see `size_bytes`.
+Stored in columns, because it has a row for every stored chunk: see `size_bytes`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ KEY_BYTES = 32
 # An anchor's value: row, how often the row had been freed, offset in the chunk.
 _ROUND_BITS = _OFFSET_BITS = 16
 _SEVERAL = 1 << 63  # marks a value of the table of children as the place of a list
-LEAST_BYTES = 8 * TOKEN_BYTES  # shorter chunks are words that stand anywhere
-MOST_COPIES = 4  # of the same words that are found by them
+LEAST_BYTES = 8 * TOKEN_BYTES  # shorter chunks occur in any text
+MOST_COPIES = 4  # of the same text that its anchors lead to
 _NEXT_COPY = 0xD1342543DE82EF95  # keeps the names of copies far apart
 
 
@@ -122,7 +122,7 @@ class ChunkIndex:
                     self._anchors.put(name, self._anchor_value(row, offset))
 
     def remove(self, key: FrameKey) -> None:
-        """Forget an entry if it is there; what builds on it is out of reach until it is back."""
+        """Remove an entry, if it is there; chunks after it are out of reach until it is back."""
         with self._lock:
             row = self._row(key)
             if row is None:
@@ -138,7 +138,7 @@ class ChunkIndex:
                 listener.removed(key)
 
     def sightings(self, anchor: int, space: Namespace) -> list[tuple[Entry, int]]:
-        """The chunks in which the words of an anchor seem to stand, and where: to be verified."""
+        """Chunks that an anchor leads to, with offsets; the caller compares the tokens."""
         with self._lock:
             found = [self._anchored(name) for name in _names(anchor)]
             return [
@@ -179,7 +179,7 @@ class ChunkIndex:
             return [self._entry(row) for row in islice(rows, limit)]
 
     def within(self, text: bytes, space: Namespace) -> list[FrameKey]:
-        """The keys of all entries that say a part of a text, but for very short ones."""
+        """The keys of all entries whose tokens are part of a text, except very short ones."""
         with self._lock:
             number, known = self._space_numbers.get(space), list(self._tokens)
             own = [row for row, each in enumerate(self._spaces) if each == number]

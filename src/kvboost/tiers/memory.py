@@ -17,7 +17,7 @@ from kvboost.tiers.base import StoredChunk, TierStats
 from kvboost.tiers.eviction import ReuseDensity
 
 MUCH_PINNED = 0.5  # of the budget
-MOST_OF_FREE = 3  # times what is free: the most that one of several tenants may hold
+MOST_OF_FREE = 3  # times the free bytes: the most that one of several tenants may hold
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class MemoryTier:
     def get(self, keys: Sequence[FrameKey]) -> dict[FrameKey, StoredChunk]:
         """The chunks of those `keys` that are here.
 
-        Counts as a use of each, of the first as the latest: a prompt is of no use without its
+        Counts as a use of each. The first counts as used last: a prompt is useless without its
         beginning.
         """
         with self._lock:
@@ -68,7 +68,7 @@ class MemoryTier:
             return found
 
     def put(self, chunks: Mapping[FrameKey, StoredChunk]) -> list[FrameKey]:
-        """Evict what is worth least until all fits, which may be a chunk that just came.
+        """Store chunks, evicting the least valuable ones until all fits; that may be a new one.
 
         Returns the keys that were evicted. The budget holds at every moment.
         """
@@ -81,7 +81,7 @@ class MemoryTier:
             return [gone for item in chunks.items() for gone in self._put(*item, is_wanted=True)]
 
     def evict(self, num_bytes: int) -> list[FrameKey]:
-        """Evict chunks of so many bytes that nobody uses, as far as there are any."""
+        """Evict unused chunks of about `num_bytes`, as far as there are any."""
         with self._lock:
             now = self._clock()
             self._end_pins(now)
@@ -149,7 +149,7 @@ class MemoryTier:
                 self._let_go(key)
 
     def pin(self, keys: Iterable[FrameKey], ttl_s: float | None) -> int:
-        """Keep those of `keys` that are here from leaving, for `ttl_s` seconds or for good.
+        """Pin those of `keys` that are here, for `ttl_s` seconds or for good.
 
         Returns how many were pinned. Pins end by themselves.
         """
@@ -170,7 +170,7 @@ class MemoryTier:
         return len(held)
 
     def unpin(self, keys: Iterable[FrameKey]) -> None:
-        """Let keys leave again."""
+        """End the pins of keys."""
         with self._lock:
             for key in keys:
                 self._pinned_until.pop(key, None)
@@ -186,7 +186,7 @@ class MemoryTier:
         return self._held_bytes.get(owner, 0)
 
     def pinned(self) -> list[StoredChunk]:
-        """Chunks that may not leave now: pinned, or held."""
+        """Chunks that cannot be evicted now: pinned or held."""
         with self._lock:
             now = self._clock()
             keys = {key for key, until in self._pinned_until.items() if until > now}
@@ -194,7 +194,7 @@ class MemoryTier:
 
     @property
     def num_pinned(self) -> int:
-        """Entries that may not leave now."""
+        """How many chunks are pinned."""
         with self._lock:
             now = self._clock()
             return sum(until > now for until in self._pinned_until.values())

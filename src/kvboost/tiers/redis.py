@@ -1,4 +1,4 @@
-"""Valkey or Redis: frames shared by everybody who knows the server, pipelined in both directions.
+"""Valkey or Redis: frames shared by all processes that use the server; pipelined both ways.
 
 The `redis` client connects and hiredis parses the answers. Commands are put together here, because
 the client would copy every frame twice before it is sent.
@@ -7,6 +7,7 @@ the client would copy every frame twice before it is sent.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -42,6 +43,7 @@ if before < tonumber(ARGV[1]) then redis.call('SET', KEYS[1], ARGV[1]) end
 return before
 """
 _READ_BYTES = 128 << 10
+_LEAST_BYTES_PER_S = 1 << 20  # below, a reply is given up
 _JOINED_BYTES = 16 << 10  # a smaller piece is copied to its neighbours: a system call costs more
 
 
@@ -65,7 +67,7 @@ class RedisTier(Tier):
         try:
             from redis import ConnectionPool, exceptions  # noqa: PLC0415
 
-            from kvboost.tiers.replies import bounded_parser  # noqa: PLC0415
+            parser = _bounded_parser(largest_bytes + _IN_FLIGHT_BYTES, timeout_s)
         except ImportError as error:
             raise ConfigError(missing_packages(self._address, "redis hiredis")) from error
         self._no_room = exceptions.OutOfMemoryError
@@ -77,7 +79,7 @@ class RedisTier(Tier):
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
                 socket_read_size=_READ_BYTES,
-                parser_class=bounded_parser(largest_bytes + _IN_FLIGHT_BYTES, timeout_s),
+                parser_class=parser,
             )
         except ValueError:  # its text may hold a part of the password
             raise ConfigError(
@@ -156,7 +158,7 @@ class RedisTier(Tier):
             return int(connection.read_response() or 0)
 
     def raise_epoch(self, key: FrameKey, epoch: int) -> int:
-        """At once, whoever else does the same."""
+        """Atomic, also if other processes do the same."""
         command = (b"EVAL", _RAISE, b"1", self._prefix + key, b"%d" % epoch)
         with self._connection() as connection:
             connection.send_packed_command(_wire([command]))
@@ -241,3 +243,49 @@ def _wire(commands: Iterable[Command]) -> list[bytearray | bytes | memoryview]:
                 joined += argument
             joined += b"\r\n"
     return [*pieces, joined] if joined else pieces
+
+
+def _bounded_parser(most_bytes: int, timeout_s: float) -> type:
+    """A parser of replies that gives up those that are too large or too slow.
+
+    Whatever a server sends, a read is bounded in bytes and time.
+    """
+    from redis.connection import DefaultParser  # noqa: PLC0415  (an extra)
+
+    most_s = timeout_s + most_bytes / _LEAST_BYTES_PER_S
+
+    class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]
+        def on_connect(self, connection: Any, **arguments: Any) -> None:
+            super().on_connect(connection, **arguments)
+            sock = connection._sock  # noqa: SLF001  (as the parser does)
+            self._sock: Any = _Metered(sock, most_bytes, most_s)
+
+        def read_response(self, *arguments: Any, **options: Any) -> Any:
+            if isinstance(self._sock, _Metered):
+                self._sock.begin()
+            return super().read_response(*arguments, **options)
+
+    return BoundedParser
+
+
+class _Metered:
+    """A socket whose reads add up."""
+
+    def __init__(self, sock: Any, most_bytes: int, most_s: float) -> None:
+        self._sock, self._most_bytes, self._most_s = sock, most_bytes, most_s
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from here."""
+        self._num_bytes, self._until = 0, time.monotonic() + self._most_s
+
+    def recv_into(self, buffer: Any) -> int:
+        """Read, unless that was too much already."""
+        if self._num_bytes > self._most_bytes or time.monotonic() > self._until:
+            raise OverflowError(f"a reply of more than {self._num_bytes} bytes does not end")
+        num_bytes: int = self._sock.recv_into(buffer)
+        self._num_bytes += num_bytes
+        return num_bytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)

@@ -1,4 +1,4 @@
-"""Signed values in a shared tier: what somebody without the secret wrote is ignored (ADR 42)."""
+"""Signed values in a shared tier: those written without the secret are ignored (ADR 42)."""
 
 from __future__ import annotations
 

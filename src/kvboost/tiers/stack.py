@@ -1,4 +1,4 @@
-"""Memory on top of slower tiers: what is found below comes up, what is new goes down later."""
+"""The tier stack: memory, and slower tiers below it that are read on a miss and written later."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Opener:
 
 
 class TierStack:
-    """Where the K/V of an engine lies. Thread-safe; nothing here raises because of a tier.
+    """The tiers of an engine. Thread-safe; nothing here raises because of a tier.
 
     A chunk stays in memory until it is written below, so that what waits to be written is within
     memory's budget.
@@ -62,7 +62,7 @@ class TierStack:
         self._gone: list[FrameKey] = []
 
     def add_below(self, opener: Opener, opened: Callable[[Tier], Iterator[None]]) -> None:
-        """Put a tier below those that are here, and wait a while until all it has is known.
+        """Add a tier at the bottom, and wait a while until its contents are indexed.
 
         `opened` learns that step by step. What is not known yet is a miss.
 
@@ -86,9 +86,9 @@ class TierStack:
         return any(not guarded.is_own for guarded in self._below)
 
     def patience(self, num_bytes: int = 0, compute_s: float | None = None) -> Patience:
-        """That of a request which starts now.
+        """The patience of a request that starts now.
 
-        `compute_s` is what the model needs for what `num_bytes` of K/V would save it, if known.
+        `compute_s` is how long the model would take to compute `num_bytes` of K/V, if known.
         """
         each_s, num_below = self._deadline_s, len(self._below)
         if compute_s is None:
@@ -124,7 +124,7 @@ class TierStack:
     def load(
         self, keys: Sequence[FrameKey], patience: Patience, *, in_order: bool = False
     ) -> dict[FrameKey, StoredChunk]:
-        """Bring chunks from shared tiers into memory, at most half of what it holds.
+        """Bring chunks from shared tiers into memory, at most half of its budget.
 
         `in_order` says that a key is of no use unless all keys before it were found.
         """
@@ -181,7 +181,7 @@ class TierStack:
             shared.behind.put(key, is_chunk=False)
 
     def pin(self, keys: Sequence[FrameKey], ttl_s: float | None) -> int:
-        """Keep keys in memory, for `ttl_s` seconds or for good; how many of them are there."""
+        """Load keys into memory and pin them, for `ttl_s` seconds or for good; returns how many."""
         self.get(keys)
         return self.memory.pin(keys, ttl_s)
 
@@ -195,7 +195,7 @@ class TierStack:
         return True
 
     def erase(self, erasure: Erasure, *, is_told: bool = False) -> None:
-        """Have frames gone from all tiers for good; those below follow later.
+        """Erase frames from memory now, and from the tiers below soon.
 
         `is_told` says that another process has them erased from the shared tiers.
         """
@@ -226,7 +226,7 @@ class TierStack:
         ]
 
     def holds(self, key: FrameKey) -> bool:
-        """Whether `key` is known to be in a tier, though perhaps not to be had now."""
+        """Whether `key` is known to be in a tier, which may be down now."""
         return self.memory.holds(key) or any(guarded.holds(key) for guarded in self._below)
 
     def has_at_hand(self, key: FrameKey) -> bool:
@@ -265,7 +265,7 @@ class TierStack:
         in_order: bool = False,
         held: list[FrameKey] | None = None,
     ) -> dict[FrameKey, StoredChunk]:
-        """Copy frames of a tier into memory, about so many bytes at most."""
+        """Copy frames of a tier into memory, about `most_bytes` of them."""
         loaded: dict[FrameKey, StoredChunk] = {}
         # Frames of our own tiers are mapped, others are in memory until they are copied.
         for batch in [keys] if guarded.is_own and keys else guarded.batches(keys):
@@ -330,7 +330,7 @@ class TierStack:
             self.memory.release(key)
 
     def left(self, keys: Sequence[FrameKey]) -> None:
-        """Keys left a tier to make room."""
+        """Keys were evicted from a tier."""
         self._note_gone(keys)
 
     def _shared(self) -> GuardedTier | None:

@@ -1,4 +1,4 @@
-"""Index, tiers and codec together: what the stages that load and store K/V work on."""
+"""The chunk store: index, tiers and codec, for the stages that load and store K/V."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ ADOPTED_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class ChunkStore:
-    """Names and words of chunks in the index, their bytes in the tiers."""
+    """Keys and anchors of chunks in the index, their bytes in the tiers."""
 
     index: ChunkIndex
     tiers: TierStack
     codec: Codec
     metrics: Metrics
-    # Held by whoever makes a frame, so that one at a time is beyond memory's budget.
+    # Held while a frame is made, so that one at a time exceeds memory's budget.
     writing: threading.Lock = field(default_factory=threading.Lock)
     _learning: threading.Lock = field(default_factory=threading.Lock)
     epochs: Epochs = field(default_factory=Epochs)
     _evicted: OrderedDict[FrameKey, None] = field(default_factory=OrderedDict)
 
     def has(self, key: FrameKey) -> bool:
-        """Whether a chunk is stored where it can be had now."""
+        """Whether a chunk is stored in a tier that works."""
         return self.index.get(key) is not None and self.tiers.has_at_hand(key)
 
     def settle(self) -> None:
@@ -111,7 +111,7 @@ class ChunkStore:
         return len(keys)
 
     def adopt(self, tier: Tier) -> Iterator[None]:
-        """Make findable what a tier has kept from earlier processes, some chunks at each step."""
+        """Index what a tier has kept from earlier processes, some chunks at each step."""
         if isinstance(tier, OwnTier):
             for key, epoch in tier.epochs().items():
                 self.epochs.learn(key, epoch)
@@ -159,7 +159,7 @@ class ChunkStore:
                 self.index.add(entry, [(offset, unseen[note])])
 
     def publish(self, entry: Entry, anchors_in_it: Iterable[Anchor]) -> None:
-        """Let other processes find an entry by its words, and by what it follows."""
+        """Write notes by which other processes find an entry: by its anchors, and by its parent."""
         places = {where(anchor, entry.space): offset for offset, anchor in anchors_in_it}
         if entry.prefix is not None and entry.parent is not None:
             places[after(entry.parent)] = 0
@@ -167,7 +167,7 @@ class ChunkStore:
         self.tiers.put_notes(notes)
 
     def _learn(self, chunk: StoredChunk) -> None:
-        """Make a chunk findable, unless it has left already."""
+        """Index a chunk, unless it was evicted already."""
         key = chunk.entry.key
         with self._learning:
             self.index.add(chunk.entry, chunk.anchors)

@@ -1,1 +1,1 @@
-"""Weights that do not fit the memory: brought in as a forward needs them, within a budget."""
+"""Weights larger than memory: streamed as a forward needs them, within a budget."""

@@ -1,4 +1,4 @@
-"""How a module computes with weights that come and go. Each function returns what undoes it."""
+"""How a module computes with streamed weights. Each function returns what undoes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Undo: TypeAlias = Callable[[], object]
 
 
 def attach_whole(module: torch.nn.Module, names: Sequence[str], part: Part, use: Use) -> Undo:
-    """Have all large tensors of a module there while it runs."""
+    """Load all large tensors of a module while it runs."""
     open_uses: list[AbstractContextManager[Tensors]] = []
     absent = [getattr(module, name).data for name in names]
 

@@ -129,7 +129,7 @@ class OwnAwqQuantizer(HfQuantizer):
                 model.set_submodule(name, packed)
 
     def is_serializable(self) -> bool:
-        """Not as what it became."""
+        """Not supported."""
         return False
 
     @property

@@ -1,7 +1,8 @@
-"""What brings weights to where they are computed with, and takes them away again."""
+"""Carriers: bring weights to the device that computes with them, and drop them again."""
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import TypeAlias
 import torch
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -29,10 +32,10 @@ class Carrier(ABC):
 
     @abstractmethod
     def can_drop(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory can be given up and its numbers brought again."""
+        """Whether a tensor can be dropped and loaded again."""
 
     def host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor as it is best brought from."""
+        """A tensor in the memory that it is best loaded from."""
         return tensor
 
     @abstractmethod
@@ -45,7 +48,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def drop(self, brought: Brought) -> None:
-        """Give up the memory of what was brought."""
+        """Free the memory of brought tensors."""
 
     @abstractmethod
     def await_arrival(self, brought: Brought) -> None:
@@ -54,3 +57,55 @@ class Carrier(ABC):
     @abstractmethod
     def note_use(self, brought: Brought) -> None:
         """Remember the computing thread's last kernel on the tensors."""
+
+
+class DeviceCopies(Carrier):
+    """Copies tensors to a device, on a stream of its own where the device has streams."""
+
+    is_in_place = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def can_drop(self, tensor: torch.Tensor) -> bool:
+        """Always: the host keeps the numbers."""
+        return True
+
+    def host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in pinned memory, which a GPU reads by itself; the tensor if there is no room."""
+        if self._stream is None:
+            return tensor
+        try:
+            return tensor.pin_memory()
+        except RuntimeError as error:
+            log.warning("weights stay in pageable memory, which is slower: %s", error)
+            return tensor
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy that stays."""
+        return tensor.to(self.device, copy=True)
+
+    def bring(self, tensors: Tensors) -> Brought:
+        """Start copying; memory that is not pinned is copied at once."""
+        if self._stream is None:
+            return Brought([self.place(tensor) for tensor in tensors])
+        with torch.cuda.stream(self._stream):
+            copies = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
+            return Brought(copies, arrived=self._stream.record_event())
+
+    def await_arrival(self, brought: Brought) -> None:
+        """Let the current stream wait for the copies."""
+        if brought.arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(brought.arrived)
+
+    def note_use(self, brought: Brought) -> None:
+        """Mark the current stream's last kernel."""
+        if self._stream is not None:
+            brought.used = torch.cuda.current_stream(self.device).record_event()
+
+    def drop(self, brought: Brought) -> None:
+        """Free the copies once the GPU is done with them; before, the budget would be exceeded."""
+        if brought.used is not None:
+            brought.used.synchronize()
+        brought.tensors = ()

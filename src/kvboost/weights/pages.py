@@ -124,7 +124,7 @@ def mapped_files() -> list[MappedFile]:
 
 
 def bytes_from_disk() -> int:
-    """What this thread had to have read from a disk so far, in bytes."""
+    """Bytes that this thread has read from disks so far."""
     lines = Path("/proc/thread-self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
 

@@ -1,4 +1,4 @@
-"""A causal LM whose weights do not fit: layers come as a forward reaches them.
+"""A causal LM whose weights do not fit into memory: streamed as a forward reaches them.
 
 >>> model = AutoModelForCausalLM.from_pretrained("path/or/name")     # doctest: +SKIP
 >>> stream_weights(model, max_weight_bytes="3GiB")                   # doctest: +SKIP
@@ -20,11 +20,9 @@ import torch.nn.functional as F
 from kvboost.config import read_size
 from kvboost.errors import ConfigError
 from kvboost.weights.attach import Undo, attach_parts, attach_rows, attach_whole
-from kvboost.weights.carrier import Brought, Carrier, Tensors
-from kvboost.weights.copies import DeviceCopies
-from kvboost.weights.layout import Holding, Layout, WeightPiece, find_layout
+from kvboost.weights.carrier import Brought, Carrier, DeviceCopies, Tensors
+from kvboost.weights.layout import Holding, Layout, WeightPiece, find_layout, piece_bytes, plan
 from kvboost.weights.pages import HUGE_PAGE, MappedPages
-from kvboost.weights.plan import piece_bytes, plan
 from kvboost.weights.window import Window
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ def stream_weights(
 ) -> StreamedWeights:
     """Run `model` with at most `max_weight_bytes` of its weights in the memory of `device`.
 
-    The model must be on the CPU. If it shall run there, its weights must lie in memory-mapped
+    The model must be on the CPU. If it is to run there, its weights must be in memory-mapped
     files, as Transformers leaves them when it loads safetensors in their own dtype. They are read
     again and again: to change them in place has no effect. Undone by `close`.
 
@@ -79,7 +77,7 @@ class WeightStats:
 
 
 class StreamedWeights:
-    """The weights of one model, most of them elsewhere. One forward at a time."""
+    """The streamed weights of one model. One forward at a time."""
 
     def __init__(self, model: PreTrainedModel, max_weight_bytes: int, carrier: Carrier) -> None:
         """Let weights come and go; `stream_weights` chooses the carrier."""
@@ -92,7 +90,7 @@ class StreamedWeights:
         self._resident = {pieces[index] for index in chosen.resident}
         self._resident_bytes = fixed_bytes + sum(p.size_bytes for p in self._resident)
         self._window = Window(chosen.window_bytes, carrier.bring, carrier.drop)
-        self._sources: dict[int, torch.Tensor] = {}  # of what comes and goes, by identity
+        self._sources: dict[int, torch.Tensor] = {}  # of streamed tensors, by identity
         self._undo: list[Undo] = []
         weakref.finalize(model, self._window.close)
         setattr(model, ATTRIBUTE, self)
@@ -134,7 +132,7 @@ class StreamedWeights:
         self._window.close()
 
     def reset(self) -> None:
-        """Have in memory what is to stay there and nothing else, after other tensors were read.
+        """Load the resident pieces and drop everything else, after other tensors were read.
 
         A page may be as large as 2 MB, so what lies beside a small tensor comes with it.
         """
@@ -197,7 +195,7 @@ class StreamedWeights:
         self._undo.append(attach_rows(table, look_up, num_at_once, drop))
 
     def _send_away(self, tensor: torch.Tensor) -> None:
-        """Note where a tensor comes from; what is computed elsewhere leaves nothing behind."""
+        """Remember the source of a tensor, and empty it if forwards compute on another device."""
         if id(tensor) not in self._sources:  # tied
             self._sources[id(tensor)] = tensor.data
             if not self._carrier.is_in_place:

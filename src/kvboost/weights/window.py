@@ -1,7 +1,7 @@
-"""Pieces of weights that come before they are needed and go after it, within a budget.
+"""The prefetch window: pieces of weights loaded ahead of their use, within a budget.
 
-The order in which pieces are used is learnt from use: after each piece comes the one that came
-after it last time. A thread brings what comes next while the piece before it is computed with.
+The order of use is learned: after each piece comes the one that followed it last time. A thread
+loads the next piece while the current one is in use.
 """
 
 from __future__ import annotations

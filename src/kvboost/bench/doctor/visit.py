@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvboost.bench.doctor import device, machine, tier_speed
+from kvboost.bench import machine
+from kvboost.bench.doctor import device, tier_speed
 from kvboost.bench.doctor.facts import (
     Machine,
     ModelFacts,

@@ -9,14 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
-from kvboost.bench.questions.chunk import chunk
-from kvboost.bench.questions.chunking import chunking
 from kvboost.bench.questions.frontier import frontier
 from kvboost.bench.questions.hits import hits
-from kvboost.bench.questions.length import length
-from kvboost.bench.questions.memory import memory
-from kvboost.bench.questions.modes import modes
-from kvboost.bench.questions.share import share
+from kvboost.bench.questions.pairs import chunk, chunking, length, memory, modes, share
 from kvboost.bench.questions.subjects import Row, Subject
 from kvboost.errors import ConfigError
 

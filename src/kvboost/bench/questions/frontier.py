@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,8 @@ from kvboost.build import Parts, build_repair
 from kvboost.core import MatchKind
 from kvboost.engine.prefill import Prefilled, Terms, complete, prefill
 from kvboost.engine.verify import compare
+from kvboost.models.hf import HFModel
+from kvboost.models.rows import Rows
 from kvboost.policy.cost import CostModel
 
 NUM_ANSWER = 16
@@ -59,10 +61,10 @@ def frontier(subject: Subject) -> Iterator[Row]:
             first, moved = layouts(subject.words(own_seed), subject.num_tokens)
             session = subject.session(reuse="auto")
             session.ask(first)
-            answer, fresh = _reference(moved, session.parts)
+            _, answer, fresh = reference(moved, session.parts)
             for way in shuffled([None, *cases], own_seed):
                 if way is None:
-                    full_ms.append(_full_ms(moved, session.parts))
+                    full_ms.append(reference(moved, session.parts, num_new=1)[0])
                 else:
                     parts = _with_repair(session.parts, way)
                     seen[way].append(_measure(moved, answer, fresh, parts, way))
@@ -77,46 +79,55 @@ def _with_repair(parts: Parts, case: Case) -> Parts:
     return replace(parts, options=options, repairs=repairs, cost=CostModel())
 
 
-def _prefilled(
-    tokens: list[int], parts: Parts, terms: Terms
+def timed_prefill(
+    tokens: list[int], parts: Parts, terms: Terms, num_new: int = NUM_ANSWER
 ) -> tuple[float, Prefilled, torch.Tensor]:
     """Milliseconds until the first logits were there, the rows, and these logits."""
     device = parts.model.model.device
     started = now(device)
-    prefilled = prefill(tokens, parts, terms, capacity=len(tokens) + NUM_ANSWER)
+    prefilled = prefill(tokens, parts, terms, capacity=len(tokens) + num_new)
     logits = complete(prefilled, tokens, parts)
     return 1e3 * (now(device) - started), prefilled, logits
 
 
-def _full_ms(tokens: list[int], parts: Parts) -> float:
-    """Milliseconds of a full prefill."""
-    full_ms, prefilled, _ = _prefilled(tokens, parts, Terms("off"))
+def reference(
+    tokens: list[int], parts: Parts, num_new: int = NUM_ANSWER, ends: Collection[int] = ()
+) -> tuple[float, list[int], torch.Tensor]:
+    """Milliseconds of a full prefill, the greedy answer on it, and the logits of that."""
+    full_ms, prefilled, first = timed_prefill(tokens, parts, Terms("off"), num_new)
+    answer, logits = greedy(prefilled.rows, first, parts.model, num_new, ends)
     prefilled.rows.release()
-    return full_ms
+    return full_ms, answer, logits
 
 
-def _reference(tokens: list[int], parts: Parts) -> tuple[list[int], torch.Tensor]:
-    """The greedy answer on a full prefill, and the logits it was chosen from."""
-    _, prefilled, logits = _prefilled(tokens, parts, Terms("off"))
-    rows, said, seen = prefilled.rows, [int(logits[-1].argmax())], [logits]
-    while len(said) < NUM_ANSWER:
+def greedy(
+    rows: Rows, logits: torch.Tensor, model: HFModel, num_new: int, ends: Collection[int] = ()
+) -> tuple[list[int], torch.Tensor]:
+    """The answer from the logits of a prompt on, until `ends` or a number of tokens; its logits."""
+    said, seen = [int(logits[-1].argmax())], [logits]
+    while len(said) < num_new and said[-1] not in ends:
         step = range(rows.length, rows.length + 1)
-        logits = parts.model.forward(rows, said[-1:], step)
-        said.append(int(logits[-1].argmax()))
-        seen.append(logits)
-    rows.release()
+        seen.append(model.forward(rows, said[-1:], step))
+        said.append(int(seen[-1][-1].argmax()))
     return said, torch.cat(seen).float()
+
+
+def led_along(answer: list[int], rows: Rows, first: torch.Tensor, parts: Parts) -> torch.Tensor:
+    """The logits at each token of an answer that is given, `first` those of its first one."""
+    places = range(rows.length, rows.length + len(answer) - 1)
+    if not places:
+        return first.float()
+    rest = parts.model.forward(rows, answer[:-1], places, num_logits=len(places))
+    return torch.cat([first, rest]).float()
 
 
 def _measure(
     tokens: list[int], answer: list[int], fresh: torch.Tensor, parts: Parts, case: Case
 ) -> Measured:
     """Lead the case along the answer of the full prefill, and compare the distributions."""
-    ttft_ms, prefilled, first = _prefilled(tokens, parts, Terms("auto", "", case.ratio))
-    places = range(len(tokens), len(tokens) + len(answer) - 1)
-    rest = parts.model.forward(prefilled.rows, answer[:-1], places, num_logits=len(places))
-    plan = prefilled.plan
-    check = compare(fresh, torch.cat([first, rest]).float(), len(tokens), plan.num_reused)
+    ttft_ms, prefilled, first = timed_prefill(tokens, parts, Terms("auto", "", case.ratio))
+    plan, logits = prefilled.plan, led_along(answer, prefilled.rows, first, parts)
+    check = compare(fresh, logits, len(tokens), plan.num_reused)
     prefilled.rows.release()
     moved = sum(len(m.span) for m in plan.matches if m.kind is MatchKind.MOVED)
     return Measured(

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from kvboost.bench.questions.subjects import Row, Subject
-from kvboost.codecs.host import HostFrames
 from kvboost.codecs.raw import RawCodec
 from kvboost.config import make_options
 from kvboost.core import KVGeometry, MatchKind, PlaneGroup, ReusePlan, Span
 from kvboost.engine.prefill import Terms, keep, look_up, space_of
 from kvboost.metrics import Metrics
+from kvboost.tiers.host import HostFrames
 from kvboost.tiers.index import ChunkIndex
 from kvboost.tiers.memory import MemoryTier
 from kvboost.tiers.stack import TierStack

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import random
-import re
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
-from pydoc_data.topics import topics
 from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria
 
+from kvboost.bench.texts import reference_pages
 from kvboost.build import Parts, build
 from kvboost.config import MIB, make_options
 from kvboost.core import MatchKind
@@ -154,8 +153,8 @@ class Subject:
     @cached_property
     def pages(self) -> list[list[int]]:
         """Pages of Python's own documentation as token ids."""
-        texts = [re.sub(r"[*=~^]{3,}|\n{3,}", "\n\n", text).strip() for text in topics.values()]
-        encoded = self.tokenizer([f"\n\n{text}" for text in texts], add_special_tokens=False)
+        texts = [f"\n\n{text}" for text in reference_pages()]
+        encoded = self.tokenizer(texts, add_special_tokens=False)
         return list(encoded.input_ids)
 
     def words(self, seed: int) -> Iterator[int]:

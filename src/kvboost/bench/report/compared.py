@@ -32,21 +32,16 @@ def _time_cell(results: Results, workload: str, phase: str, metric: str, system:
     return NONE if line is None else f"{ms(line.system_ms)} ({times(line.ratio)})"
 
 
-def quality(results: Results, workload: str, phase: str, system: str) -> float | None:
-    """Return the share of a system's tokens that the fp32 model would have chosen."""
+def quality(
+    results: Results, workload: str, phase: str, system: str, name: str = "top1"
+) -> float | None:
+    """Return the share of a system's tokens that the fp32 model would have chosen, or its score."""
     if system == BASELINE:
-        bare = results.bare(workload, phase, "ttft")
-        return bare.baseline_top1 if bare else None
-    line = results.find(workload, phase, "ttft", system)
-    return line.top1 if line else None
-
-
-def _score(results: Results, workload: str, phase: str, system: str) -> float | None:
-    if system == BASELINE:
-        bare = results.bare(workload, phase, "ttft")
-        return bare.baseline_score if bare else None
-    line = results.find(workload, phase, "ttft", system)
-    return line.score if line else None
+        line, name = results.bare(workload, phase, "ttft"), f"baseline_{name}"
+    else:
+        line = results.find(workload, phase, "ttft", system)
+    found: float | None = getattr(line, name) if line else None
+    return found
 
 
 def pictures(results: Results, workload: str, metric: str) -> tuple[Picture, ...]:
@@ -107,7 +102,7 @@ def _headline_row(results: Results, system: str, phases: list[str], *, has_score
     cells += [_time_cell(results, POOLED, p, m, system) for m in METRICS for p in phases]
     cells += [percent(quality(results, POOLED, p, system)) for p in phases]
     if has_score:
-        cells += [percent(_score(results, POOLED, p, system)) for p in phases]
+        cells += [percent(quality(results, POOLED, p, system, "score")) for p in phases]
     lines = [results.find(POOLED, p, "ttft", system) for p in phases]
     cells.append(" / ".join(str(m.pairs) if m else NONE for m in lines))
     return Row(tuple(cells), system in OURS)

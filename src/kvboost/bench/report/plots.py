@@ -110,12 +110,14 @@ def _bar(row: Bar, axis: Axis, mark: float | None, top: float) -> list[str]:
     return marks
 
 
-def lines(series: Sequence[Line], x: Scale, y: Scale, title: str) -> str:
-    """Draw lines with a dot at each point, and a legend above them."""
+def lines(
+    series: Sequence[Line], x: Scale, y: Scale, title: str, over: Sequence[float] = ()
+) -> str:
+    """Draw lines with a dot at each point, and a legend above them; ``over`` as in `bars`."""
     keys, height = svg.legend([(s.label, s.css) for s in series], 16)
     top, bottom = 24 + height, 196 + height
     x_axis = _scaled([p[0] for s in series for p in s.points], x, _LEFT, _RIGHT - 8)
-    y_axis = _scaled([p[1] for s in series for p in s.points], y, bottom, top)
+    y_axis = _scaled([*over, *(p[1] for s in series for p in s.points)], y, bottom, top)
     marks = svg.x_axis(x_axis, top, bottom, x.title)
     marks += svg.y_axis(y_axis, x_axis.start, x_axis.end, y.title) + keys
     if y.mark is not None:

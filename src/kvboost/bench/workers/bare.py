@@ -81,7 +81,7 @@ class Prefix(Bare):
     def ask(self, tokens: list[int], num_new: int) -> loop.Answer:
         """Answer one prompt."""
         started = time.perf_counter()
-        shared = min(num_common(self._held, tokens), len(tokens) - 1)
+        shared = min(loop.num_common(self._held, tokens), len(tokens) - 1)
         if shared == 0:
             self.forget()
         elif shared < len(self._held):
@@ -91,12 +91,6 @@ class Prefix(Bare):
         answer = self._generate(tokens, num_new, started, shared, past_key_values=cache)
         self._held = [*tokens, *answer.tokens][: cache.get_seq_length()]
         return answer
-
-
-def num_common(first: list[int], second: list[int]) -> int:
-    """Tokens at the beginning of both."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def load(settings: dict[str, Any]) -> Any:

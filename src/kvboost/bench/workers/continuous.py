@@ -32,7 +32,8 @@ class Continuous(loop.System):
         self._host = bare.load(settings)
         self._config = ContinuousBatchingConfig(
             page_size=PAGE_TOKENS,
-            num_blocks=NUM_PROMPTS * (settings["max_tokens"] // PAGE_TOKENS + 2),
+            num_blocks=settings.get("num_prompts", NUM_PROMPTS)
+            * (settings["max_tokens"] // PAGE_TOKENS + 2),
             max_batch_tokens=BATCH_TOKENS,
             auto_switch_to_flash=False,
         )
@@ -70,7 +71,7 @@ class Continuous(loop.System):
         collected = self._collect(names)
         arriving.join()
         return [
-            loop.Served(seen.first_at - arrived_at, seen.ended - arrived_at)
+            loop.Served(seen.first_at - arrived_at, seen.ended - arrived_at, seen.tokens)
             for seen, arrived_at in zip(collected, times, strict=True)
         ]
 

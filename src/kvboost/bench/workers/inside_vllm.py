@@ -27,6 +27,11 @@ class _Seen:
     ended: float
     output: Any
 
+    @property
+    def tokens(self) -> list[int]:
+        """The answer."""
+        return list(self.output.outputs[0].token_ids)
+
 
 class Vllm(loop.System):
     """vLLM's engine, step by step."""
@@ -45,7 +50,7 @@ class Vllm(loop.System):
             dtype=DTYPES[settings["dtype"]],
             max_model_len=settings["max_tokens"],
             enable_prefix_caching=True,
-            enforce_eager=True,
+            enforce_eager=settings.get("eager", True),
             **arguments,
         )
         self._engine = self._llm.llm_engine
@@ -72,7 +77,7 @@ class Vllm(loop.System):
         return loop.Answer(
             seen.first_at - started,
             seen.ended - started,
-            list(seen.output.outputs[0].token_ids),
+            seen.tokens,
             self._num_cached(seen.output),
         )
 
@@ -91,8 +96,8 @@ class Vllm(loop.System):
                 time.sleep(max(0.0, requests[len(names)].at_s - elapsed_s))
         arrived = [started + request.at_s for request in requests]
         return [
-            loop.Served(done[name].first_at - at, done[name].ended - at)
-            for name, at in zip(names, arrived, strict=True)
+            loop.Served(seen.first_at - at, seen.ended - at, seen.tokens)
+            for seen, at in zip((done[name] for name in names), arrived, strict=True)
         ]
 
     def rest(self) -> None:
@@ -186,7 +191,7 @@ class WithLMCache(Vllm):
     """LMCache's server beside it: its connectors inside vLLM refuse a CPU."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        port, http_port = _free_port(), _free_port()
+        port, http_port = loop.free_port(), loop.free_port()
         program = Path(sys.executable).with_name("lmcache")
         options = f"--port {port} --http-port {http_port} --l1-size-gb 1 --eviction-policy LRU"
         command = [str(program), "server", *options.split(), "--supported-transfer-mode", "auto"]
@@ -227,13 +232,6 @@ class WithLMCache(Vllm):
                     return
             time.sleep(0.1)
         raise RuntimeError("LMCache's server did not start; see the log")
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
 
 
 _KINDS = {None: Vllm, "kvboost": WithKVBoost, "lmcache": WithLMCache}

@@ -47,10 +47,7 @@ class LlamaCppPython(loop.System):
         first_at = time.perf_counter()
         answer += islice(new, num_new - 1)
         ended = time.perf_counter()
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(held, tokens, strict=False)) if a != b), len(held)
-        )
-        num_cached = min(shared, len(tokens) - 1)
+        num_cached = min(loop.num_common(held, tokens), len(tokens) - 1)
         return loop.Answer(first_at - started, ended - started, answer, num_cached)
 
     def close(self) -> None:

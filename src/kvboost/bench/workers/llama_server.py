@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,9 +25,7 @@ class LlamaServer(loop.System):
     """A server of its own, with one slot: all of its memory is for one prompt after the other."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        self._port = loop.free_port()
         numbers = {
             "--port": self._port,
             "--ctx-size": settings["max_tokens"],
@@ -91,8 +88,7 @@ class LlamaServer(loop.System):
 
         def one(request: loop.Request, arrived_at: float) -> loop.Served:
             waited_s = time.perf_counter() - arrived_at
-            answer = self.ask(request.tokens, request.num_new)
-            return loop.Served(waited_s + answer.ttft_s, waited_s + answer.total_s)
+            return self.ask(request.tokens, request.num_new).after(waited_s)
 
         with ThreadPoolExecutor(len(requests)) as clients:
             asked = [clients.submit(one, *each) for each in loop.arrivals(requests)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 import traceback
@@ -24,6 +25,10 @@ class Answer:
     num_cached: int | None = None  # prompt tokens that were not computed; None: not known
     stages_ms: dict[str, float] = field(default_factory=dict)
 
+    def after(self, waited_s: float) -> Served:
+        """The same of a request that has waited before it was asked."""
+        return Served(waited_s + self.ttft_s, waited_s + self.total_s, self.tokens)
+
 
 @dataclass(frozen=True)
 class Request:
@@ -36,10 +41,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Served:
-    """Times of a request since it arrived."""
+    """Times of a request since it arrived, and its answer."""
 
     ttft_s: float
     total_s: float
+    tokens: list[int]
 
 
 class System(ABC):
@@ -67,7 +73,7 @@ class System(ABC):
         for request, arrived_at in arrivals(requests):
             waited_s = time.perf_counter() - arrived_at
             answer = self.ask(request.tokens, request.num_new)
-            served.append(Served(waited_s + answer.ttft_s, waited_s + answer.total_s))
+            served.append(answer.after(waited_s))
         return served
 
     def close(self) -> None:
@@ -82,6 +88,20 @@ def arrivals(requests: Sequence[Request]) -> Iterator[tuple[Request, float]]:
         arrived_at = started + request.at_s
         time.sleep(max(0.0, arrived_at - time.perf_counter()))
         yield request, arrived_at
+
+
+def num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Tokens at the beginning of both."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def installed(*packages: str) -> dict[str, str]:

@@ -74,8 +74,8 @@ class Ours(loop.System):
             waiting.append((ticket, arrived_at, times, ended))
         served = []
         for ticket, arrived_at, times, ended in waiting:
-            ticket.result()
-            served.append(loop.Served(times[0] - arrived_at, ended.result() - arrived_at))
+            answer = list(ticket.result().token_ids)
+            served.append(loop.Served(times[0] - arrived_at, ended.result() - arrived_at, answer))
         return served
 
     def close(self) -> None:

@@ -139,7 +139,7 @@ class StagedRows(BlockRows):
             self.flush()
 
     def flush(self) -> None:
-        """Write what was taken."""
+        """Write what is staged."""
         if not self._waiting:
             return
         planes = [sent(each, self._cache.device).transpose(1, 2) for _, each in self._waiting]

@@ -1,4 +1,4 @@
-"""Find out, when a worker starts, whether K/V can be put into vLLM's blocks, and moved there."""
+"""Certification inside vLLM: whether K/V can be written into its blocks, and moved there."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def measure_rotations(
 def check_known(
     sparse: SparseModel, cache: PagedCache, tokens: Sequence[int], planes: torch.Tensor
 ) -> None:
-    """Compare what vLLM's first layers cache of tokens with what those of Transformers do.
+    """Compare the K/V of vLLM's first layers with that of Transformers.
 
     Raises:
         UnsupportedModel: it is something else, so that neither can use what the other has stored.

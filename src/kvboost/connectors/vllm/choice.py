@@ -1,4 +1,4 @@
-"""What of a prompt is worth taking from the store, by a copy of the workers' index. No tensors."""
+"""Which stored K/V a prompt should load, by a copy of the workers' index. No tensors."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Choice:
         return self._repairs[ratio].select(plan, Words(tokens)) if plan.moved else []
 
     def begin_step(self, work: Work | None, spent_s: float = 0.0) -> None:
-        """A step starts; `work` is what it does, where that can be learned from.
+        """A step starts; `work` is what it does, if the cost model can learn from it.
 
         `spent_s` was spent on that work already.
         """
@@ -108,7 +108,7 @@ class Choice:
         self._measured = (work, time.perf_counter() - spent_s) if work and is_alone else None
 
     def end_step(self) -> None:
-        """A step has ended, those that began first first."""
+        """A step has ended; steps end in the order they began."""
         self._num_steps = max(0, self._num_steps - 1)
         if self._measured is not None:
             work, started = self._measured
@@ -124,7 +124,7 @@ class Choice:
 
 
 def work_of(plan: ReusePlan, num_local: int, num_repaired: int) -> Work:
-    """What filling the rows of a prompt will do on top of vLLM's own and those of a plan."""
+    """The work of filling the rows of a prompt, given vLLM's own and those of a plan."""
     num_placed = num_local + plan.num_reused
     num_rows = plan.num_tokens - num_placed + num_repaired
     return Work.of(plan.num_tokens, num_rows, num_placed)

@@ -123,13 +123,13 @@ class KVBoostConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens can be supplied, and whether beside the step."""
+        """How many tokens can be supplied, and whether asynchronously."""
         return self._decider.match(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """A request has blocks for what shall be supplied."""
+        """A request has blocks for the tokens to supply."""
         self._decider.allocated(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -203,7 +203,7 @@ class KVBoostConnector(KVConnectorBase_V1):
             self._worker.before_attention(layer_name)
 
     def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
-        """Nothing: whole requests are saved, beside later steps."""
+        """Nothing: whole requests are saved, during later steps."""
 
     def wait_for_save(self) -> None:
         """Start saves, whose blocks vLLM keeps until they are done, and repair moved text."""

@@ -1,4 +1,4 @@
-"""Reads what a vLLM engine says of its blocks into a `Held`, for the routing of requests.
+"""Reads a vLLM engine's KV events into a `Held`, for the routing of requests.
 
 Knows vLLM's events by their bytes alone, so it runs in any process that can reach the engine.
 """
@@ -46,7 +46,7 @@ class Blocks:
         self._groups: dict[bytes, _Group] = {}  # by their last blocks
 
     def apply(self, events: Iterable[object]) -> None:
-        """Follow events in vLLM's order; what is not understood is left out."""
+        """Apply events in vLLM's order; unknown ones are skipped."""
         for event in events:
             if not isinstance(event, Mapping):
                 continue
@@ -237,6 +237,6 @@ class EventReader:
         try:
             self._blocks.apply(decode(message[2]))
         except Exception:
-            # What is forgotten comes again; what is wrong would stay so.
+            # Forgotten blocks are reported again; wrong ones would stay.
             _log.warning("events of vLLM are not understood: all is forgotten", exc_info=True)
             self._blocks.clear()

@@ -1,8 +1,8 @@
-"""Where a token's K and V lie in a layer's blocks, found out by writing and looking.
+"""The layout of K and V in a layer's blocks, detected by writing known numbers.
 
 Every attention back end of vLLM arranges its blocks in its own way (some pack K for matrix
 instructions). All have one operation that writes rows into blocks: it is given rows of known
-numbers, and where these turn up is the arrangement.
+numbers, and where these turn up is the layout.
 """
 
 from __future__ import annotations

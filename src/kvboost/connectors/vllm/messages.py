@@ -1,4 +1,4 @@
-"""What the two sides tell each other: the scheduler its decisions, the workers what they hold."""
+"""Messages between the two sides: the scheduler's decisions, and what the workers hold."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Facts:
     fingerprint: bytes  # of the model, and of the part of it that this rank has
     refusal: str  # why nothing can be reused; empty: it can
     move_refusal: str  # why moved text cannot be reused
-    must_bring: bool  # tiers below memory may hold what only asking them tells
+    must_bring: bool  # tiers below memory may hold chunks that it has not seen
     changes: tuple[Change, ...]  # what its tiers have kept from earlier processes
     epochs: Mapping[FrameKey, int] = field(default_factory=dict)  # of tenants, as far as it knows
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A chunk that can be found from now on, or, without an entry, not any more."""
+    """A chunk was indexed or, without an entry, removed."""
 
     key: FrameKey
     entry: Entry | None = None

@@ -1,4 +1,4 @@
-"""Options of the connector: those of everywhere, as far as vLLM does not do the work itself."""
+"""Options of the connector: KVBoost's own, except for what vLLM does itself."""
 
 from __future__ import annotations
 

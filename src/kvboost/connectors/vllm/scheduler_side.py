@@ -151,7 +151,7 @@ class SchedulerSide:
             return 0, False
         if known.waits:
             return None, False
-        # vLLM hashes a block that is not full yet later, when it cannot be set apart any more.
+        # vLLM hashes a block once it is full: too late to set it apart.
         num_hashed = len(request.block_hashes) * self._hash_block_size
         plan, known.ratio = self._choice.best(
             list(request.all_token_ids), known.tenant, known.reuse, num_local, num_hashed
@@ -166,7 +166,7 @@ class SchedulerSide:
         return stop - num_local, True
 
     def allocated(self, request: VLLMRequest, num_external: int) -> None:
-        """Blocks were given to a request, also for what shall be supplied."""
+        """A request got its blocks, also for the tokens to supply."""
         known = self._known.get(request.request_id)
         if known is None or known.to_load is None or num_external == 0:
             return

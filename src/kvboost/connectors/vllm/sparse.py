@@ -44,7 +44,7 @@ class SparseModel:
         correction: tuple[Rows, Sequence[Span]] | None = None,
         num_logits: int = 0,
     ) -> torch.Tensor:
-        """Compute `tokens` at sorted `positions`, of which each row before is there or among them.
+        """Compute `tokens` at sorted `positions`; all rows before them are filled or among them.
 
         With rows of moved text and spans of it, their other rows are corrected by how the computed
         ones have changed. Returns the logits of the last `num_logits` tokens.
@@ -55,8 +55,8 @@ class SparseModel:
             count = sum(map(len, runs))
             if correction is not None:
                 rows, spans = correction
-                clipped = [_within(span, runs[0].start, runs[-1].stop) for span in spans]
-                spans = [span for span in clipped if len(span) > 1]
+                limits = Span(runs[0].start, runs[-1].stop)
+                spans = [part for span in spans if len(part := span.within(limits)) > 1]
                 places = [p for run in runs for p in range(run.start, run.stop)]
                 self._correction = _Correction(self._cache, rows, spans, places, block_ids)
             try:
@@ -159,11 +159,6 @@ def _parts(positions: Sequence[int], most_runs: int, most_tokens: int) -> Iterat
             room -= last - first
     if batch:
         yield batch
-
-
-def _within(span: Span, start: int, stop: int) -> Span:
-    first = max(span.start, start)
-    return Span(first, max(first, min(span.stop, stop)))
 
 
 def _as_sequences(

@@ -1,4 +1,4 @@
-"""A worker starts: which model it is, where its K/V lies, and what can be done with it."""
+"""Start of a worker: identify the model, find its blocks of K/V, and certify both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The side in vLLM's worker: the store, and K/V on its way between it and vLLM's blocks."""
+"""The side in vLLM's worker: the store, and transfers between it and vLLM's blocks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 AUDIT_TOKENS = 128  # computed at once: a request that comes meanwhile waits for no more
 AUDIT_PATIENCE_S = 10.0  # without idle time: an audit holds blocks
 MOST_SAVE_WAIT_S = 2.0  # of the oldest save, until it is done; beyond that, new ones are dropped
-IDLE_WAIT_S = 0.005  # for K/V on its way, when the model has nothing to compute
+IDLE_WAIT_S = 0.005  # for transfers, when the model has nothing to compute
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class WorkerSide:
                 self._report.brought.append(bring.request_id)
 
     def _load(self, load: Load, given: torch.Event | None) -> None:
-        """Fill blocks with exact K/V, as far as it can be had."""
+        """Fill blocks with exact K/V, as far as it is available."""
         stop = load.start
         try:
             plan = self._own_plan(load)
@@ -271,7 +271,7 @@ class WorkerSide:
                 self._loaded.add(load.request_id)
 
     def _load_moved(self, load: Load) -> None:
-        """Fill rows with what was read elsewhere, and compute what it takes to make that right."""
+        """Fill rows with moved K/V, then compute gaps and repairs."""
         assert self._sparse is not None
         started, stop = time.perf_counter(), load.start
         try:
@@ -353,7 +353,7 @@ class WorkerSide:
 
     @contextmanager
     def _stream(self, number: int, after: torch.Event | None = None) -> Iterator[None]:
-        """Copies of a thread, on a GPU beside the model's work; done when it ends."""
+        """Copies of a thread, on a GPU concurrent with the model; finished when it ends."""
         if not self._streams:
             yield
             return
@@ -365,7 +365,7 @@ class WorkerSide:
         stream.synchronize()
 
     def _go_on_with_audit(self, *, is_idle: bool) -> None:
-        """Take an audit a step further, or give it up for want of idle time: it holds blocks."""
+        """Continue an audit by a step, or give it up if there is no idle time: it holds blocks."""
         audit, _, steps = self._audits[0]
         verdict: Verdict | None = Verdict(audit.request_id)
         try:
@@ -420,4 +420,5 @@ class WorkerSide:
 def _positions(spans: Iterable[Span], start: int, stop: int) -> Iterator[int]:
     """Positions of spans within [start, stop)."""
     for span in spans:
-        yield from range(max(span.start, start), min(span.stop, stop))
+        part = span.within(Span(start, stop))
+        yield from range(part.start, part.stop)

@@ -1,10 +1,10 @@
 """Admission and preemption: which requests run.
 
 A tenant's share is its part of the running requests or of the pool's tokens, whichever is larger.
-The tenant with the smallest share is next. Where its request does not fit, it preempts requests
-of tenants with larger shares. Else requests that fit may pass it, a limited number of times; then
-it is waited for, unless its tenant has its fair share already. When outputs outgrow the pool, the
-youngest request of the tenant with the largest share is preempted.
+The tenant with the smallest share is next. If its request does not fit, it preempts requests of
+tenants with larger shares. Otherwise requests that fit may overtake it, a limited number of times;
+then it blocks the queue, unless its tenant has its fair share already. When outputs outgrow the
+pool, the youngest request of the tenant with the largest share is preempted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvboost.build import Parts
 from kvboost.engine.batch.member import Member
 from kvboost.engine.batch.queue import FairQueue
 
-MOST_PASSED = 16  # requests that may pass one that does not fit
+MOST_PASSED = 16  # requests that may overtake one that does not fit
 MOST_PREFILLS = 4  # of a tenant at once if they do not fit in a step
 
 
 class Admission:
-    """Decides over the requests that wait and run. Not thread-safe."""
+    """Decides which of the waiting requests join, and which running ones leave. Not thread-safe."""
 
     def __init__(self, parts: Parts, running: Sequence[Member]) -> None:
         self.waiting = FairQueue()
@@ -30,7 +30,7 @@ class Admission:
 
     @property
     def most_running(self) -> int:
-        """A request that rotates its keys unlike others has the batch for itself."""
+        """The most requests at a time; 1 for a request that rotates its keys unlike others."""
         if self._running and self.is_alone(self._running[0]):
             return 1
         return self._parts.options.max_batch_size if self._parts.piece_tokens is None else 1
@@ -42,7 +42,7 @@ class Admission:
     def next(
         self, is_ready: Callable[[Member], bool], *, is_full: bool
     ) -> tuple[Member, list[Member]] | None:
-        """The request that joins now and those that it preempts; all stay where they are.
+        """The request to admit now and those that it preempts; neither is moved here.
 
         `is_full`: the prompts in the batch fill the next step. Then a tenant may have a few
         prefills at once, so that a short prompt does not wait for a long one.
@@ -93,7 +93,7 @@ class Admission:
     def _preempted_for(self, member: Member) -> list[Member] | None:
         """The requests to preempt so that `member` fits; None if its tenant has no claim to that.
 
-        It has if those who give way keep no smaller share than its tenant gets.
+        It has a claim if no preempted tenant is left with a smaller share than its own.
         """
         rest, preempted = list(self._running), []
         while not self._fits(member, rest, self._room(rest)):
@@ -110,7 +110,7 @@ class Admission:
     def _victim(self, running: Sequence[Member]) -> Member | None:
         """The youngest request of the tenant with the largest share.
 
-        Neither a guest's nor one with memory of its own, which would give the pool nothing.
+        Not a guest, and not one with private rows, which would free nothing in the pool.
         """
         return max(
             (each for each in running if each.guest is None and not each.rows.is_private),
@@ -125,7 +125,7 @@ class Admission:
         return is_free and member.num_reserved <= room
 
     def _room(self, running: Sequence[Member]) -> int:
-        """Tokens of the longest request that has room beside others."""
+        """Tokens of the longest request that fits beside others."""
         reserved = [(each.rows, each.num_reserved) for each in running]
         leaving = [each.rows for each in self._running if each not in running]
         return self._parts.pool.room(reserved, leaving)

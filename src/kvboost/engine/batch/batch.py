@@ -1,8 +1,8 @@
-"""The batch: every step computes one token of each answer, and a piece of the prompts that joined.
+"""The batch: each step decodes a token of every running request and prefills pieces of prompts.
 
 A step is one forward for all requests in it, and a step of a guest: Transformers' `generate()` or
 the scoring of continuations. Requests join when there is room and leave when they are done,
-cancelled or late; prompts are cut into pieces so that running answers do not wait long.
+cancelled or late. Prompts are prefilled in pieces so that decoding does not wait long.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from weakref import WeakKeyDictionary
 from kvboost.build import Parts
 from kvboost.core import Span
 from kvboost.engine.batch.admission import Admission
-from kvboost.engine.batch.live import LivePrompts, Owner
+from kvboost.engine.batch.live import LivePrompt, LivePrompts
 from kvboost.engine.batch.member import Member, completion_of
 from kvboost.engine.batch.pace import Pace
 from kvboost.engine.batch.promotion import FollowUps
 from kvboost.engine.batch.queue import StepTime
 from kvboost.engine.prefill import decide, fill, keep, named_chunks
 from kvboost.engine.report import count
+from kvboost.engine.request import reuse_refusal, terms_of
 from kvboost.engine.results import Completion
-from kvboost.engine.terms import terms_of, why_not
 from kvboost.errors import DeadlineExceeded, KVBoostError
 from kvboost.models.adapters import Adapter
 from kvboost.models.packed import LEAST_SHARED, SHARED_STEP
@@ -43,7 +43,7 @@ POLL_S = 0.002  # how often to look whether a request that waits can start
 
 
 class Batch:
-    """Requests that wait and requests that run. All methods on the engine's thread.
+    """Waiting and running requests. All methods on the engine's thread.
 
     `stats` and `is_busy` on any thread.
     """
@@ -57,15 +57,15 @@ class Batch:
         self._pace = Pace(parts.options.inter_token_target_ms)
         self._step_time = StepTime()
         self._num_steps = self._num_answers_stepped = self._num_preemptions = 0
-        # Of adapters that are loaded; who comes back at once must not be first each time.
+        # Kept while an adapter is loaded: one that comes back at once must not go first each time.
         self._last_steps: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
 
     def add(self, member: Member) -> None:
-        """Let a request wait for its turn."""
+        """Queue a request."""
         self._waiting.add(member)
 
     def step(self) -> float | None:
-        """Compute one step if anything can be computed; in how many seconds to call again."""
+        """Compute one step if there is work; returns in how many seconds to call again."""
         try:
             self._drop_unwanted()
             if self._is_gathering:
@@ -94,7 +94,7 @@ class Batch:
 
     @property
     def _is_gathering(self) -> bool:
-        """Whether an idle batch still waits for company."""
+        """Whether an idle batch still waits for more requests (`batch_window_ms`)."""
         window_s = self._parts.options.batch_window_ms / 1e3
         if window_s == 0 or self._running or len(self._waiting) >= self._admission.most_running:
             return False
@@ -128,7 +128,7 @@ class Batch:
                 self._fail(member, DeadlineExceeded("not done in time"), keeps=True)
 
     def _admit(self) -> None:
-        """Take in requests as long as their prompts fit in the next step, and a few more."""
+        """Admit requests while their prompts fit into the next step, and a few more."""
         while True:
             prefills = [each for each in self._running if each.is_prefilling]
             num_pending = sum(len(each.pending) for each in prefills)
@@ -149,17 +149,17 @@ class Batch:
     def _preempt(self, member: Member) -> None:
         """Take a request out of the batch; it continues from its K/V in the store."""
         self._running.remove(member)
-        self._live.remove(member.owner)
+        self._live.remove(member.live)
         self._keep(member)
         member.suspend()
         self._waiting.put_back(member)
         self._num_preemptions += 1
 
     def _reserve(self, member: Member) -> None:
-        """Take the room that its output needs next, so that no one else can."""
+        """Reserve blocks for the next tokens of an output."""
         try:
             member.rows.make_room(member.num_reserved)
-        except KVBoostError:  # pins or texts that are warmed have it
+        except KVBoostError:  # pinned or warmed text holds the blocks
             self._preempt(member)
 
     def _is_ready(self, member: Member) -> bool:
@@ -168,15 +168,16 @@ class Batch:
         return not is_loading and not (self._running and self._waits_for_another(member))
 
     def _waits_for_another(self, member: Member) -> bool:
-        """Whether another request computes most of what this one needs right now."""
-        owner, num_alike = self._find_alike(member)
-        if owner is None or member.names is None or owner.num_ready >= num_alike:
+        """Whether a running request is prefilling most of what this one could then share."""
+        other, num_common = self._find_same_prefix(member)
+        if other is None or member.names is None or other.num_ready >= num_common:
             return False
         num_stored = find(*member.names, self._parts.store.index).num_reused
-        num_known = max(num_stored, owner.num_ready)
-        return num_alike - num_known > (len(member.context) - num_known) / 2
+        num_known = max(num_stored, other.num_ready)
+        return num_common - num_known > (len(member.context) - num_known) / 2
 
-    def _find_alike(self, member: Member) -> tuple[Owner | None, int]:
+    def _find_same_prefix(self, member: Member) -> tuple[LivePrompt | None, int]:
+        """A running prompt that this one could share rows with, and the length of their prefix."""
         request, parts = member.request, member.parts
         may_share = parts.model.joins and parts.piece_tokens is None and request.reuse != "off"
         if not may_share or self._admission.is_alone(member):
@@ -190,39 +191,39 @@ class Batch:
     def _join(self, member: Member) -> None:
         request, parts, context = member.request, member.parts, member.context
         member.joined_at = member.joined_at or time.perf_counter()
-        member.note = why_not(request, parts.model, member.num_tokens)
+        member.note = reuse_refusal(request, parts.model, member.num_tokens)
         terms, note = terms_of(request, parts, is_refused=bool(member.note))
         member.terms, member.note = terms, member.note or note
         decision = decide(context, parts, terms, capacity=member.num_tokens)
-        shared = [] if decision.plan.moved else self._share(member)
+        shared = [] if decision.plan.moved else self._shared_rows(member)
         if shared and member.names is not None:
             decision = decision.on_shared(*member.names, sum(b - a for a, b in shared))
         prefilled = fill(
             decision, context, parts, terms, member.num_reserved, request.brought, shared
         )
-        rows = member.owner.rows = prefilled.rows
+        rows = member.live.rows = prefilled.rows
         member.start(prefilled, is_whole=self._is_whole(member))
         self._running.append(member)
         if member.names is not None:
             chunks, keys = member.names
             exact = sum(chunk.span.stop <= rows.exact_stop for chunk in chunks)
-            self._live.add(member.owner, keys[:exact])
+            self._live.add(member.live, keys[:exact])
 
-    def _share(self, member: Member) -> list[Run]:
-        """Rows of another request that begins alike."""
-        owner, num_alike = self._find_alike(member)
-        if owner is None or owner.rows is None or owner.rows.pool is not self._parts.pool:
+    def _shared_rows(self, member: Member) -> list[Run]:
+        """Rows of a running request with the same prefix."""
+        other, num_common = self._find_same_prefix(member)
+        if other is None or other.rows is None or other.rows.pool is not self._parts.pool:
             return []
-        most = min(num_alike, owner.num_ready, len(member.context) - 1)
+        most = min(num_common, other.num_ready, len(member.context) - 1)
         if most < LEAST_SHARED:
             return []
-        return owner.rows.runs(Span(0, most // SHARED_STEP * SHARED_STEP))
+        return other.rows.runs(Span(0, most // SHARED_STEP * SHARED_STEP))
 
     def _next_segments(self) -> dict[Segment, Member]:
-        """One token of each answer, then pieces of prompts: the oldest first, then short ones.
+        """A token of each decoding request, then pieces of prompts: the oldest, then the shortest.
 
-        All are of one adapter, and of tenants that have not used more time than others; answers of
-        the rest wait meanwhile, so they limit prompts as well.
+        All have one adapter, and tenants that have not used more time than others. Requests that
+        sit this step out still limit its prompt tokens.
         """
         computed = [each for each in self._running if each.guest is None or each.is_prefilling]
         members = self._of_one_adapter(self._step_time.in_turn(computed))
@@ -231,7 +232,7 @@ class Batch:
         segments: dict[Segment, Member] = {}
         for member in [each for each in members if not each.is_prefilling]:
             self._add_piece(segments, member, 1)
-        # Half of the room is the oldest prompt's, so that short ones cannot hold it up for ever.
+        # Half of the room is for the oldest prompt, so that short ones cannot starve it.
         for member in computing[:1]:
             most = room if len(computing) == 1 else -(-room // 2)
             most = len(member.pending) if self._is_whole(member) else most
@@ -242,7 +243,7 @@ class Batch:
         return segments
 
     def _of_one_adapter(self, members: Sequence[Member]) -> Sequence[Member]:
-        """Those of the adapter whose last step is the longest ago."""
+        """The requests of the adapter that has waited longest for a step."""
         adapters = {each.request.adapter for each in members}
         if len(adapters) < 2:
             return members
@@ -259,7 +260,7 @@ class Batch:
         return self._pace.prompt_tokens(num_decoding, num_waiting, is_shared=is_shared)
 
     def _is_whole(self, member: Member) -> bool:
-        """Whether a prompt must not be cut: its bits or its rotation depend on the piece."""
+        """Whether a prompt is prefilled in one piece: its bits or its rotation depend on that."""
         return self._parts.piece_tokens is not None or self._admission.is_alone(member)
 
     def _add_piece(self, segments: dict[Segment, Member], member: Member, most: int) -> int:
@@ -297,9 +298,9 @@ class Batch:
         self._pace.observe(seconds, num_decoding, num_prompt)
 
     def _run(self, segments: dict[Segment, Member]) -> dict[Segment, Choice | Exception | None]:
-        """Each request's next token, None inside a prompt, or what went wrong with it.
+        """The next token of each request, None if its prompt is not done, or its error.
 
-        If a step fails, its requests run one by one, and only those fail that fail alone.
+        If a step fails, its requests run one by one, and only those that fail alone fail.
         """
         try:
             return _run_together(segments)
@@ -314,7 +315,7 @@ class Batch:
         return outcomes
 
     def _step_guest(self) -> None:
-        """A step of one request with a guest, in turn."""
+        """One step of one guest; guests take turns."""
         ready = ((s, s.guest) for s in self._running if not s.is_prefilling)
         member, guest = next((pair for pair in ready if pair[1] is not None), (None, None))
         if member is None or guest is None:
@@ -346,7 +347,7 @@ class Batch:
             member.accept(choice)
             if member.finish_reason is not None:
                 completion = completion_of(member)
-        except BaseException as error:  # of a listener, a grammar, a tokenizer: its own matter
+        except BaseException as error:  # of its own listener, grammar or tokenizer
             log.exception("a request failed while decoding")
             self._fail(member, error)
             return
@@ -356,7 +357,7 @@ class Batch:
     def _prompt_is_done(self, member: Member) -> None:
         prefilled = member.prefilled
         assert prefilled is not None
-        self._keep(member, num_tokens=member.rows.exact_stop)  # others have it before the output
+        self._keep(member, num_tokens=member.rows.exact_stop)  # others can hit it now
         if member.is_timed:
             self._parts.cost.observe(prefilled.work, time.perf_counter() - prefilled.started_at)
 
@@ -367,12 +368,12 @@ class Batch:
             looked_up = member.terms.reuse != "off"
             count(member.request, member.first_prefill, member.parts, looked_up=looked_up)
             if looked_up:
-                self._follow_ups.add(member)  # may run rows again, which is over once they are kept
+                self._follow_ups.add(member)  # before `_keep`: an audit runs its rows again
             self._keep(member)
         except Exception:
             log.exception("storing a request's K/V failed; its output is not affected")
         finally:
-            member.owner.close()
+            member.live.close()
 
     def _keep(self, member: Member, num_tokens: int | None = None) -> None:
         """Store the K/V that a request has computed so far, or that of its first tokens."""
@@ -391,23 +392,23 @@ class Batch:
     def _fail(self, member: Member, error: BaseException, *, keeps: bool = False) -> None:
         """End a request with an error; `keeps` its K/V, so that a retry continues from there."""
         self._leave(member)
-        # A traceback leads to the K/V of all requests of the step; it was logged.
+        # Its traceback, which was logged, would keep the K/V of all requests of the step alive.
         member.ticket.future.set_exception(error.with_traceback(None))
         if keeps:
             self._keep(member)
-        member.owner.close()
+        member.live.close()
 
     def _leave(self, member: Member) -> None:
-        """Give up what a request has of the batch, before its caller knows that it has ended."""
+        """Release what a request holds in the batch, before its caller learns that it has ended."""
         if member in self._running:
             self._running.remove(member)
         elif member in self._waiting:
             self._waiting.remove(member)
         if member.steps is not None:
             member.steps.close()
-        self._live.remove(member.owner)
+        self._live.remove(member.live)
         member.request.stop_loading()
-        member.give_back_place()
+        member.release_capacity()
 
 
 def _run_together(segments: dict[Segment, Member]) -> dict[Segment, Choice | Exception | None]:

@@ -1,4 +1,4 @@
-"""Where requests enter the batch, from any thread."""
+"""The entrance of the batch: queues requests from any thread, within its capacity."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost.build import Parts
 from kvboost.core import Sampling
-from kvboost.engine.batch.arguments import sampling_of
 from kvboost.engine.batch.batch import Batch
 from kvboost.engine.batch.member import Guest, Listener, Member
-from kvboost.engine.batch.queue import Places
+from kvboost.engine.batch.queue import Capacity
 from kvboost.engine.batch.ticket import Ticket
-from kvboost.engine.host import HostGeneration, has_other_work, most_new_tokens
+from kvboost.engine.guest import (
+    GuestGeneration,
+    has_other_work,
+    most_new_tokens,
+    sampling_of,
+)
 from kvboost.engine.request import Request
 from kvboost.engine.results import Completion, Delta, GenerationResult
 from kvboost.engine.score import ScoreResult, Scoring
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class BatchFront:
-    """Holds the places of the batch and its queue. Thread-safe."""
+    """Queues requests and waits for their outputs. Thread-safe."""
 
     def __init__(
         self,
@@ -45,8 +49,8 @@ class BatchFront:
         self._batch = Batch(parts, worker.add_idle)
         worker.run_steadily(self._batch.step)
         options = parts.options
-        num_places = options.max_batch_size + options.max_queue_size
-        self._places = Places(num_places, num_extra=options.max_queue_size)
+        capacity = options.max_batch_size + options.max_queue_size
+        self._capacity = Capacity(capacity, num_extra=options.max_queue_size)
 
     def enqueue(
         self,
@@ -58,12 +62,12 @@ class BatchFront:
         deadline_s: float | None = None,
         guest: Guest | None = None,
     ) -> Ticket:
-        """Let a request join as soon as there is room; `waits` for a place in the queue if asked.
+        """Queue a request; with `waits`, wait while the queue is full.
 
         A `guest` computes its output instead of the batch.
 
         Raises:
-            QueueFull: there is no place for a request of this tenant.
+            QueueFull: the queue has no room for this tenant.
             ConfigError: the prompt and its answer do not fit, or `logit_bias` has unknown tokens.
         """
         if self._parts.model.refusal:
@@ -71,7 +75,7 @@ class BatchFront:
         if guest is None:
             self._check(request, sampling)
         self._worker.check_caller()
-        if not self._places.acquire(request.tenant, waits=waits):
+        if not self._capacity.acquire(request.tenant, waits=waits):
             raise QueueFull(f"{self._parts.options.max_queue_size} requests are waiting already")
         try:
             member = Member(
@@ -80,7 +84,7 @@ class BatchFront:
                 sampling=sampling,
                 tokenizer=self._tokenizer,
                 end_tokens=self._parts.model.end_tokens({}),
-                give_back_place=partial(self._places.release, request.tenant),
+                release_capacity=partial(self._capacity.release, request.tenant),
                 guest=guest,
                 is_timed=guest is None or not has_other_work(request, self._parts.model),
                 listener=listener,
@@ -88,7 +92,7 @@ class BatchFront:
             )
             self._worker.post(partial(self._batch.add, member))
         except BaseException:
-            self._places.release(request.tenant)
+            self._capacity.release(request.tenant)
             raise
         return member.ticket
 
@@ -115,15 +119,15 @@ class BatchFront:
             return self._ask(request).result()
 
     def run_all(self, requests: Sequence[Request]) -> list[GenerationResult]:
-        """Wait for the outputs of requests, in their order; each is drawn with dice of its own."""
+        """Wait for the outputs of requests, in their order; each samples with a seed of its own."""
         with _cancelled_on_error(requests):
-            replies = [self._ask(request, has_own_dice=True) for request in requests]
+            replies = [self._ask(request, has_own_seed=True) for request in requests]
             return [reply.result() for reply in replies]
 
     def start(
         self, request: Request, put: Callable[[Event], None], cancelled: threading.Event
     ) -> None:
-        """Have a request answered; `put` gets the text as it comes, and the end."""
+        """Start a request; `put` gets its text as it comes, and at last the result or an error."""
         reply = self._ask(replace(request, cancelled=cancelled), put)
         reply.add_done_callback(lambda done: put(done.exception() or done.result()))
 
@@ -151,26 +155,26 @@ class BatchFront:
         request: Request,
         put: Callable[[str], None] | None = None,
         *,
-        has_own_dice: bool = False,
+        has_own_seed: bool = False,
     ) -> Future[GenerationResult]:
-        """Let the batch compute an output, and Transformers what the batch cannot.
+        """Compute an output in the batch, or with Transformers if the batch cannot.
 
-        Transformers draws from torch's random numbers, as it always does, unless `has_own_dice`.
+        Without `has_own_seed`, sampling draws from torch's random state, as Transformers does.
         """
-        model, host = self._parts.model, None
+        model, guest = self._parts.model, None
         if model.refusal:
-            host = HostGeneration(request, self._tokenizer, put)
-            return self._worker.start(partial(host.alone, self._parts))
+            guest = GuestGeneration(request, self._tokenizer, put)
+            return self._worker.start(partial(guest.alone, self._parts))
         sampling = sampling_of(request.arguments, model)
-        if sampling is not None and sampling.temperature > 0 and not has_own_dice:
+        if sampling is not None and sampling.temperature > 0 and not has_own_seed:
             sampling = None
         if sampling is None or not self._fits(request, sampling):
-            host = HostGeneration(request, self._tokenizer, put)
+            guest = GuestGeneration(request, self._tokenizer, put)
             sampling = Sampling(max_new_tokens=most_new_tokens(request, model))
-        listener = partial(_pass_text, put) if put is not None and host is None else None
-        ticket = self.enqueue(request, sampling, waits=True, listener=listener, guest=host)
+        listener = partial(_pass_text, put) if put is not None and guest is None else None
+        ticket = self.enqueue(request, sampling, waits=True, listener=listener, guest=guest)
         reply: Future[GenerationResult] = Future()
-        ticket.future.add_done_callback(partial(_pass_on, reply, request, host))
+        ticket.future.add_done_callback(partial(_pass_on, reply, request, guest))
         return reply
 
     def is_busy(self) -> bool:
@@ -184,7 +188,7 @@ class BatchFront:
 
 @contextmanager
 def _cancelled_on_error(requests: Sequence[Request]) -> Iterator[None]:
-    """Most of all for KeyboardInterrupt: don't compute for nobody."""
+    """Cancel requests whose caller is gone, as after a KeyboardInterrupt."""
     try:
         yield
     except BaseException:
@@ -201,20 +205,20 @@ def _pass_text(put: Callable[[str], None], delta: Delta) -> None:
 def _pass_on(
     reply: Future[GenerationResult],
     request: Request,
-    host: HostGeneration | None,
+    guest: GuestGeneration | None,
     done: Future[Completion],
 ) -> None:
     error = done.exception()
     if error is None:
-        reply.set_result(_result_of(request, done.result(), host))
+        reply.set_result(_result_of(request, done.result(), guest))
     else:
         reply.set_exception(error)
 
 
 def _result_of(
-    request: Request, completion: Completion, host: HostGeneration | None
+    request: Request, completion: Completion, guest: GuestGeneration | None
 ) -> GenerationResult:
-    """An output of the batch in the words of `generate`."""
+    """The result of `generate` from a completion of the batch."""
     times, phases = completion.token_times, completion.phases
     tokenize_s = request.ready_at - request.started_at
     return GenerationResult(
@@ -226,8 +230,8 @@ def _result_of(
         prompt_tokens=completion.prompt_tokens,
         cached_tokens=completion.cached_tokens,
         reuse=completion.reuse,
-        output_texts=[completion.text] if host is None else host.texts,
-        output=None if host is None else host.output,
+        output_texts=[completion.text] if guest is None else guest.texts,
+        output=None if guest is None else guest.output,
         stages_ms={
             "tokenize": 1e3 * tokenize_s,
             "wait": 1e3 * (phases.queue - tokenize_s),

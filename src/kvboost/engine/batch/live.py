@@ -1,4 +1,4 @@
-"""Which prompts are in the batch now, by their chunks: whoever begins alike shares their rows."""
+"""Prompts that are in the batch now, by their prefix keys: equal prefixes share rows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Owner:
-    """A prompt of the batch, and how many of its first rows are there to be shared."""
+class LivePrompt:
+    """A prompt in the batch, and how many of its first rows others can share."""
 
     rows: Rows | None = None  # before its request starts, and after it has ended
     num_ready: int = 0
-    names: tuple[PrefixKey, ...] = ()  # of its exact chunks, once it is known
+    names: tuple[PrefixKey, ...] = ()  # prefix keys of its exact chunks, once it is listed
 
     def close(self) -> None:
         """Give its rows back, if it has any."""
@@ -29,36 +29,38 @@ class Owner:
 
 
 class LivePrompts:
-    """Owners by the names of their exact chunks. Who begins alike can each be asked."""
+    """The prompts in the batch by the prefix keys of their exact chunks; several may have one."""
 
     def __init__(self) -> None:
-        self._owners: dict[PrefixKey, list[Owner]] = {}
+        self._prompts: dict[PrefixKey, list[LivePrompt]] = {}
 
     def __len__(self) -> int:
-        return len(self._owners)
+        return len(self._prompts)
 
-    def add(self, owner: Owner, keys: Sequence[ChunkKeys]) -> None:
-        """Make a prompt known."""
-        owner.names = tuple(key.prefix for key in keys)
-        for name in owner.names:
-            self._owners.setdefault(name, []).append(owner)
+    def add(self, prompt: LivePrompt, keys: Sequence[ChunkKeys]) -> None:
+        """List a prompt."""
+        prompt.names = tuple(key.prefix for key in keys)
+        for name in prompt.names:
+            self._prompts.setdefault(name, []).append(prompt)
 
-    def remove(self, owner: Owner) -> None:
-        """Forget a prompt, if it is known: its request has ended, and nobody may wait for it."""
-        for name in owner.names:
-            self._owners[name].remove(owner)
-            if not self._owners[name]:
-                del self._owners[name]
-        owner.names = ()
+    def remove(self, prompt: LivePrompt) -> None:
+        """Take a prompt off the list, if it is on it: nobody may wait for it any more."""
+        for name in prompt.names:
+            self._prompts[name].remove(prompt)
+            if not self._prompts[name]:
+                del self._prompts[name]
+        prompt.names = ()
 
-    def find(self, keys: Sequence[ChunkKeys], spans: Sequence[Span]) -> tuple[Owner | None, int]:
-        """Who begins like a prompt, and for how many tokens; (None, 0) if nobody does."""
-        alike: list[Owner] = []
+    def find(
+        self, keys: Sequence[ChunkKeys], spans: Sequence[Span]
+    ) -> tuple[LivePrompt | None, int]:
+        """The prompt with the longest common prefix, and its length; (None, 0) if too short."""
+        alike: list[LivePrompt] = []
         num_alike = 0
         for key, span in zip(keys, spans, strict=True):
-            if key.prefix not in self._owners:
+            if key.prefix not in self._prompts:
                 break
-            alike, num_alike = self._owners[key.prefix], span.stop
+            alike, num_alike = self._prompts[key.prefix], span.stop
         if num_alike < LEAST_SHARED:
             return None, 0
-        return max(alike, key=lambda owner: min(num_alike, owner.num_ready)), num_alike
+        return max(alike, key=lambda prompt: min(num_alike, prompt.num_ready)), num_alike

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from kvboost.build import Parts
 from kvboost.core import Chunk, ChunkKeys, FinishReason, Sampling, Span
-from kvboost.engine.batch.live import Owner
-from kvboost.engine.batch.text import TextReader
+from kvboost.engine.batch.live import LivePrompt
 from kvboost.engine.batch.ticket import Ticket
 from kvboost.engine.prefill import Prefilled, Terms
 from kvboost.engine.report import report
 from kvboost.engine.request import Request
 from kvboost.engine.results import Completion, Delta, Phases, TokenLogprob, finish_reason
+from kvboost.engine.stream import TextReader
 from kvboost.models.packed import Segment
 from kvboost.models.rows import Rows
 from kvboost.models.sampling import Choice, Chooser
@@ -48,12 +48,12 @@ class Member:
     sampling: Sampling
     tokenizer: PreTrainedTokenizerBase
     end_tokens: frozenset[int]
-    give_back_place: Callable[[], None]  # in the batch or its queue
+    release_capacity: Callable[[], None]  # of the batch and its queue
     guest: Guest | None = None
     listener: Listener | None = None
     deadline_at: float | None = None  # by `time.perf_counter`
-    names: tuple[list[Chunk], list[ChunkKeys]] | None = None
-    owner: Owner = field(default_factory=Owner)
+    names: tuple[list[Chunk], list[ChunkKeys]] | None = None  # of its context
+    live: LivePrompt = field(default_factory=LivePrompt)
     num_passed: int = 0  # requests that joined before it because it did not fit
 
     # Since it joined the batch.
@@ -82,14 +82,14 @@ class Member:
 
     @property
     def num_tokens(self) -> int:
-        """What it may come to."""
+        """The most tokens of prompt and output."""
         return len(self.request.tokens) + self.sampling.max_new_tokens
 
     @property
     def num_reserved(self) -> int:
-        """Tokens that it has room for: more only when its output has come so far.
+        """Tokens for which it reserves blocks; grows with its output.
 
-        A guest has room for all.
+        A guest reserves all at once.
         """
         if self.guest is not None:
             return self.num_tokens
@@ -115,7 +115,7 @@ class Member:
 
     @property
     def num_computed(self) -> int:
-        """Tokens from the first on whose K/V is there."""
+        """Length of the prefix whose K/V is computed."""
         return self.pending[0] if self.pending else self.rows.length
 
     def start(self, prefilled: Prefilled, *, is_whole: bool) -> None:
@@ -128,35 +128,35 @@ class Member:
 
     def suspend(self) -> None:
         """Leave the batch until there is room again; the output so far will be prefilled."""
-        self.owner.close()
-        self.owner, self.names = Owner(), None
+        self.live.close()
+        self.live, self.names = LivePrompt(), None
         self.context = [*self.request.tokens, *self.output]
         self.prefilled, self.pending, self.is_decoding = None, [], False
 
     def note_ready(self) -> None:
         """Let others share what is computed of the prompt, as far as it is exact."""
         num_computed = min(self.num_computed, len(self.context))
-        self.owner.num_ready = min(num_computed, self.rows.exact_stop)
+        self.live.num_ready = min(num_computed, self.rows.exact_stop)
 
     def next_segment(self, most: int) -> Segment:
-        """What it computes in the next step: at most that many of its prompt, or one token."""
+        """Its part of the next step: at most `most` tokens of its prompt, or one output token."""
         if not self.pending:
-            place = self.rows.length
-            return Segment(self.rows, self.output[-1:], range(place, place + 1))
-        places, spans = self.take(min(most, len(self.pending) - self.num_left))
-        return Segment(self.rows, [self.context[place] for place in places], places, spans)
+            position = self.rows.length
+            return Segment(self.rows, self.output[-1:], range(position, position + 1))
+        positions, spans = self.take(min(most, len(self.pending) - self.num_left))
+        return Segment(self.rows, [self.context[each] for each in positions], positions, spans)
 
     def take(self, most: int) -> tuple[Sequence[int], list[Span]]:
         """The next positions of the prompt, and the moved text whose other rows these correct."""
         positions, self.pending = self.pending[:most], self.pending[most:]
         limits = Span(positions[0], positions[-1] + 1)
         assert self.prefilled is not None
-        spans = _within(self.prefilled.corrected, limits)
+        spans = [part for span in self.prefilled.corrected if len(part := span.within(limits))]
         is_run = len(limits) == len(positions)
         return range(limits.start, limits.stop) if is_run else positions, spans
 
     def accept(self, choice: Choice) -> None:
-        """Go on with a token, tell the caller, and see whether it was the last one."""
+        """Append a chosen token, tell the caller, and check whether the output ends."""
         token = choice.token
         self.note_token()
         self.output.append(token)
@@ -179,7 +179,7 @@ class Member:
             self.listener(Delta(text, (token,), logprobs))
 
     def note_token(self) -> None:
-        """Remember when a token was there."""
+        """Record the time of a token."""
         self.is_decoding = True
         self.token_times.append(time.perf_counter() - self.request.started_at)
 
@@ -215,9 +215,3 @@ def completion_of(member: Member) -> Completion:
         logprobs=tuple(member.logprobs),
         token_times=tuple(member.token_times),
     )
-
-
-def _within(spans: Iterable[Span], limits: Span) -> list[Span]:
-    """The parts of `spans` inside `limits`."""
-    cut = [(max(span.start, limits.start), min(span.stop, limits.stop)) for span in spans]
-    return [Span(start, stop) for start, stop in cut if start < stop]

@@ -1,10 +1,10 @@
-"""How many prompt tokens a step prefills beside running answers."""
+"""How many prompt tokens a step prefills beside running requests."""
 
 from __future__ import annotations
 
 MOST_TOKENS = 1024  # of prompts in a step while nobody waits for a next token
-LEAST_TOKENS = 64  # beside answers, so that a prompt always gets on (ADR 38)
-SHARED_STEP_S = 0.5  # of a step with prompts that another tenant's request may have to wait for
+LEAST_TOKENS = 64  # beside decoding, so that a prompt always makes progress (ADR 38)
+SHARED_STEP_S = 0.5  # of a step with prompts, if another tenant's request may arrive meanwhile
 PROMPT_SHARE = 1.0  # default target: time for prompts in a step by the time of its decoding
 RECENT = 0.2  # weight of the newest measurement
 
@@ -21,7 +21,7 @@ class Pace:
         self._token_s: float | None = None
 
     def prompt_tokens(self, num_decoding: int, num_waiting: int, *, is_shared: bool) -> int:
-        """The most prompt tokens for a step beside `num_decoding` answers.
+        """The most prompt tokens for a step that also decodes for `num_decoding` requests.
 
         Without a target, prompts get a larger share while more requests wait for their first
         token than for their next one. If other tenants may come, steps are short: a newcomer waits

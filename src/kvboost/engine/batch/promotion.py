@@ -1,4 +1,4 @@
-"""Promotion: what was answered on moved text is prefilled exactly, in idle time."""
+"""Promotion: contexts that reused moved text are prefilled exactly in idle time."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class FollowUps:
     def _promote_next(self) -> Iterator[None]:
         """One at a time: audits that wait meanwhile have their turn."""
         try:
-            yield from promote(self._waiting.pop())  # the newest is the likeliest to come back
+            yield from promote(self._waiting.pop())  # the newest is the most likely to come back
         finally:
             self._is_running = False
             self._go_on()

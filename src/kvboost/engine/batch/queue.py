@@ -1,4 +1,4 @@
-"""Tenants take turns: in the queue, each in the order of its calls; in places; in steps."""
+"""Fairness among tenants: the order of the queue, its capacity, and the time of steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvboost.engine.batch.member import Member
 
 MOST_SKIPPED = 8  # steps that a tenant sits out in a row
-NEWCOMER_STEPS = 2  # that a tenant is behind the others when it comes
+NEWCOMER_STEPS = 2  # credit of a tenant that arrives
 RECENT_S = 60.0  # in which a tenant is expected to come back
 
 
@@ -41,21 +41,21 @@ class FairQueue:
             yield from list(self._waiting[tenant])
 
     def add(self, member: Member) -> None:
-        """Let a request wait behind those of its tenant."""
+        """Append a request to those of its tenant."""
         self._line(member).append(member)
 
     def put_back(self, member: Member) -> None:
-        """Let a preempted request wait before those of its tenant."""
+        """Put a preempted request before those of its tenant."""
         self._line(member).appendleft(member)
 
     def take(self, member: Member) -> None:
-        """Let a request go, and count once what its tenant is served by that."""
+        """Remove a request that joins the batch; its tokens count as served, once."""
         if not member.joined_at:
             self._served[member.request.tenant] += member.num_tokens
         self.remove(member)
 
     def remove(self, member: Member) -> None:
-        """Let a request go."""
+        """Remove a request."""
         tenant = member.request.tenant
         self._waiting[tenant].remove(member)
         if not self._waiting[tenant]:
@@ -64,17 +64,17 @@ class FairQueue:
     def _line(self, member: Member) -> deque[Member]:
         tenant = member.request.tenant
         if tenant not in self._waiting:
-            # Who comes now has no claim for the time when it did not want anything.
+            # A tenant earns no credit while it has no requests.
             self._served[tenant] = min((self._served[t] for t in self._waiting), default=0)
             self._waiting[tenant] = deque()
         return self._waiting[tenant]
 
 
 class StepTime:
-    """Time of steps, by tenant: one that has used more than others sits steps out.
+    """Time of steps by tenant: one that has used more than others sits steps out.
 
-    So a tenant is slowed down by the number of tenants, whatever the others ask for. One that has
-    not used much lately comes two steps behind the others, so that a short request is done at once.
+    So a tenant is slowed down by the number of tenants, whatever the others send. One that has used
+    little lately starts with a credit of two steps, so that a short request is done at once.
     """
 
     def __init__(self) -> None:
@@ -118,16 +118,16 @@ class StepTime:
         level_s = max((self._used_s[each] for each in self._present), default=0.0)
         start_s = level_s - NEWCOMER_STEPS * self._step_s
         used_s = {each: self._used_s.get(each, start_s) for each in self._seen_at}
-        # Who used the engine alone owes nobody; who was away has no claim for that time.
+        # Time used alone is no debt, and time away is no credit.
         came = {each: min(max(used_s[each], start_s), level_s) for each in tenants - self._present}
         self._used_s = used_s | came
         self._present = tenants
 
 
-class Places:
-    """Places in the batch and its queue, counted by tenant. Thread-safe.
+class Capacity:
+    """How many requests the batch and its queue take, counted by tenant. Thread-safe.
 
-    When all are taken, a tenant with less than its fair share of them may use `num_extra` more.
+    When all is taken, a tenant with less than its fair share may use `num_extra` more.
     """
 
     def __init__(self, num_places: int, num_extra: int) -> None:
@@ -136,7 +136,7 @@ class Places:
         self._changed = threading.Condition()
 
     def acquire(self, tenant: str, *, waits: bool) -> bool:
-        """Take a place if there is one for this tenant; `waits` until there is."""
+        """Take a place if this tenant may have one; with `waits`, wait until it may."""
         with self._changed:
             while not self._is_free_for(tenant):
                 if not waits:

@@ -1,4 +1,4 @@
-"""A caller's handle of a request in the batch."""
+"""The handle that a caller has of its request in the batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Ticket:
 
 
 class _Answer(Future[Completion]):
-    """Ended by the batch alone: who cancels it, asyncio for one, asks the batch to do so."""
+    """A future that only the batch ends: cancelling it, as asyncio does, just asks the batch to."""
 
     def __init__(self, cancelled: threading.Event) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from kvboost.tiers.disk.log import (
     Drop,
     Epoch,
     Free,
-    Place,
+    Location,
     Put,
     close_file,
     closed_on_error,
@@ -37,22 +37,26 @@ SEGMENTS = "segment-v1-[0-9][0-9][0-9][0-9][0-9].kv"
 
 def heads(folder: Path) -> Iterator[Head]:
     """What the frames in a folder say of themselves, also while another process uses it."""
-    places: dict[FrameKey, Place] = {}
+    locations: dict[FrameKey, Location] = {}
     for change in replay(log_path(folder)):
         match change:
-            case Put(key, place):
-                places[key] = place
+            case Put(key, location):
+                locations[key] = location
             case Drop(key):
-                places.pop(key, None)
+                locations.pop(key, None)
             case Epoch():
                 pass
             case Free(number):
-                places = {key: place for key, place in places.items() if place.segment != number}
-    for key, place in places.items():
+                locations = {
+                    key: location
+                    for key, location in locations.items()
+                    if location.segment != number
+                }
+    for key, location in locations.items():
         with suppress(FrameError, FileNotFoundError):
-            with FileIO(segment_path(folder, place.segment), opener=open_own) as file:
-                file.seek(place.offset)
-                head = read(memoryview(file.read(min(MAX_HEAD_BYTES, place.num_bytes))))
+            with FileIO(segment_path(folder, location.segment), opener=open_own) as file:
+                file.seek(location.offset)
+                head = read(memoryview(file.read(min(MAX_HEAD_BYTES, location.num_bytes))))
             if head.entry.key == key:
                 yield head
 
@@ -120,7 +124,7 @@ def take_lock(folder: Path) -> int:
 
 
 def release_lock(file: int) -> None:
-    """Let others in, unless this process was forked since and has let go already."""
+    """Release the lock, unless this process is a fork and has released it already."""
     if file in _locks:
         _locks.discard(file)
         close_file(file)

@@ -1,4 +1,4 @@
-"""The index log: where each frame lies, in records of one size that stand each for itself.
+"""The index log: where each frame lies, in records of one size that do not depend on each other.
 
 Later records win. One that is torn or damaged is skipped, and every other one still counts.
 """
@@ -26,7 +26,7 @@ _PUT, _DROP, _FREE, _EPOCH = 1, 2, 3, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """Where a frame lies."""
 
     segment: int
@@ -39,7 +39,7 @@ class Put:
     """A frame was written."""
 
     key: FrameKey
-    place: Place
+    location: Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,9 @@ class IndexLog:
         _write_all(self._file, bytes(_RECORD_BYTES - torn if torn else 0) + records)
         self.num_records += len(records) // _RECORD_BYTES
 
-    def rewrite(self, places: Mapping[FrameKey, Place], epochs: Mapping[FrameKey, int]) -> None:
+    def rewrite(
+        self, locations: Mapping[FrameKey, Location], epochs: Mapping[FrameKey, int]
+    ) -> None:
         """Replace the log by the shortest one that says the same, at once or not at all."""
         fresh = self._path.with_suffix(".new")
         with suppress(FileNotFoundError):
@@ -92,7 +94,7 @@ class IndexLog:
         log = IndexLog(fresh)
         with closed_on_error(log._file):
             log.append(Epoch(key, number) for key, number in epochs.items())
-            log.append(Put(key, place) for key, place in places.items())
+            log.append(Put(key, location) for key, location in locations.items())
             os.fsync(log._file)
             fresh.replace(self._path)
         self.close()
@@ -113,7 +115,7 @@ class IndexLog:
 
 
 def close_file(file: int) -> None:
-    """Close a file. An error is of no use: the descriptor is gone, whatever the system says."""
+    """Close a file; an error is ignored, because the descriptor is gone anyway."""
     with suppress(OSError):
         os.close(file)
 
@@ -166,8 +168,8 @@ def replay(path: Path) -> Iterator[Change | None]:
 
 def _encode(change: Change) -> bytes:
     match change:
-        case Put(key, place):
-            body = _BODY.pack(_PUT, place.segment, place.offset, place.num_bytes, key)
+        case Put(key, location):
+            body = _BODY.pack(_PUT, location.segment, location.offset, location.num_bytes, key)
         case Drop(key):
             body = _BODY.pack(_DROP, 0, 0, 0, key)
         case Free(segment):
@@ -183,7 +185,7 @@ def _decode(record: bytes) -> Change | None:
         return None
     kind, segment, offset, num_bytes, key = _BODY.unpack(body)
     if kind == _PUT:
-        return Put(PrefixKey(key), Place(segment, offset, num_bytes))
+        return Put(PrefixKey(key), Location(segment, offset, num_bytes))
     if kind == _EPOCH:
         return Epoch(PrefixKey(key), offset)
     if kind == _DROP:

@@ -24,7 +24,7 @@ from kvboost.tiers.disk.log import open_own
 BLOCK_BYTES = mmap.ALLOCATIONGRANULARITY  # frames start where they can be mapped
 MOST_OPEN = 64  # files of one folder
 SCAN_BYTES = 4 << 20
-SLICE_BYTES = 1 << 20  # brought in at once: whoever waits sees that a slow disk delivers
+SLICE_BYTES = 1 << 20  # read at once, so that waiting requests see that a slow disk delivers
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _UNREADABLE = {errno.EFAULT, getattr(errno, "EHWPOISON", 133)}
 
@@ -154,7 +154,7 @@ def usual_size(paths: Sequence[Path]) -> int:
 
 
 def is_readable(view: memoryview, came: Callable[[int], None] = lambda _: None) -> bool:
-    """Bring all pages in, without the GIL; `came` is told how many bytes came.
+    """Read all pages, without the GIL; `came` is called with the bytes read.
 
     Touching a page that the disk cannot deliver would end the process.
     """

@@ -22,7 +22,7 @@ from kvboost.tiers.disk.folder import (
     take_lock,
     unavailable_on_error,
 )
-from kvboost.tiers.disk.log import Change, Drop, Epoch, Free, IndexLog, Place, Put, replay
+from kvboost.tiers.disk.log import Change, Drop, Epoch, Free, IndexLog, Location, Put, replay
 from kvboost.tiers.disk.segment import (
     BLOCK_BYTES,
     OpenFiles,
@@ -36,7 +36,7 @@ NUM_SEGMENTS = 8  # in a small folder; a large one has more
 LEAST_SEGMENTS = 3
 LEAST_SEGMENT_BYTES = 64 << 10  # a smaller one was cut short
 LARGEST_SEGMENT_BYTES = 256 << 20
-LOG_SHARE = 16  # one part in so many of the budget is the log's
+LOG_SHARE = 16  # the log gets this fraction of the budget: 1 / 16
 HEAD_GUESS_BYTES = 2048  # holds the head of a chunk of 256 tokens
 MOST_MOVED_BYTES = 32 << 20  # when a segment is emptied: others wait meanwhile
 NOTHING = memoryview(b"")  # what can be read of a frame that cannot be read
@@ -70,13 +70,13 @@ class DiskTier(OwnTier):
         share_bytes = min(LARGEST_SEGMENT_BYTES, self._room_bytes // NUM_SEGMENTS)
         self._segment_bytes = share_bytes // BLOCK_BYTES * BLOCK_BYTES
         self._lock = threading.Lock()
-        self._places: dict[FrameKey, Place] = {}
+        self._locations: dict[FrameKey, Location] = {}
         self._used: set[FrameKey] = set()
         self._files = OpenFiles()
-        self._segments: dict[int, Segment] = {}  # the one that was begun last is the last one
+        self._segments: dict[int, Segment] = {}  # in the order in which they were begun
         self._has_refused = False
         self.num_unreadable = 0  # records of the index, or frames that they lead to
-        self._left: list[FrameKey] = []  # to make room, and nobody was told yet
+        self._left: list[FrameKey] = []  # evicted, and not yet reported
         self._epochs: dict[FrameKey, int] = {}
         self._is_log_stuck = False  # it could not be shortened
         with unavailable_on_error():
@@ -95,11 +95,11 @@ class DiskTier(OwnTier):
     def get(self, keys: Sequence[FrameKey]) -> dict[FrameKey, memoryview]:
         """Frames as they lie in the files, which stay as they are for as long as they are held."""
         with self._lock, unavailable_on_error():
-            held = {key: self._places[key] for key in keys if key in self._places}
+            held = {key: self._locations[key] for key in keys if key in self._locations}
             self._used.update(held)
             views = {
-                key: self._segments[place.segment].map(place.offset, place.num_bytes)
-                for key, place in held.items()
+                key: self._segments[location.segment].map(location.offset, location.num_bytes)
+                for key, location in held.items()
             }
         # Bringing pages in takes time, in which others may write.
         with unavailable_on_error():
@@ -120,15 +120,15 @@ class DiskTier(OwnTier):
         with self._lock:
             self._shorten_log()
             left, self._left = self._left, []
-        return [key for key in left if key not in self._places]
+        return [key for key in left if key not in self._locations]
 
     def discard(self, keys: Iterable[FrameKey]) -> None:
         """Forget keys; their room is used again when their segment is emptied."""
         with self._lock, unavailable_on_error():
-            self._drop([key for key in keys if key in self._places])
+            self._drop([key for key in keys if key in self._locations])
 
     def erase(self, keys: Collection[FrameKey], owners: Collection[Owner]) -> None:
-        """Forget frames and overwrite their bytes, also those of copies that were dropped before.
+        """Forget frames and overwrite their bytes, also in copies that were dropped before.
 
         Only the writing thread calls this, so that nothing is written while it looks.
 
@@ -171,11 +171,11 @@ class DiskTier(OwnTier):
 
     def holds(self, key: FrameKey) -> bool:
         """Whether `key` is here, without reading it."""
-        return key in self._places
+        return key in self._locations
 
     def heads(self) -> Iterator[Head]:
         """What all frames say of themselves, the latest first; unsound ones are dropped."""
-        for key in reversed(list(self._places)):
+        for key in reversed(list(self._locations)):
             head = self._head(key)
             if head is None or head.entry.key != key:
                 self.discard([key])
@@ -184,7 +184,7 @@ class DiskTier(OwnTier):
 
     def damaged(self) -> Iterator[FrameKey]:
         """The keys of frames that do not pass their check."""
-        return (key for key in list(self._places) if not self._is_sound(key))
+        return (key for key in list(self._locations) if not self._is_sound(key))
 
     def compact(self) -> int:
         """Give back the room of empty segments; how many bytes that were."""
@@ -195,13 +195,15 @@ class DiskTier(OwnTier):
                 path = self._segments.pop(number).path
                 self._files.close(path)
                 path.unlink()
-            self._log.rewrite(self._places, self._epochs)
+            self._log.rewrite(self._locations, self._epochs)
             return freed
 
     def stats(self) -> TierStats:
         """Bytes as they are on the disk: whole segments and the log."""
         size_bytes = sum(segment.size_bytes for segment in list(self._segments.values()))
-        return TierStats(len(self._places), size_bytes + self._log.size_bytes, self._budget_bytes)
+        return TierStats(
+            len(self._locations), size_bytes + self._log.size_bytes, self._budget_bytes
+        )
 
     def close(self) -> None:
         """Close all files and let others open the folder."""
@@ -215,7 +217,7 @@ class DiskTier(OwnTier):
     def _close_files(self) -> None:
         self._files.close()
         self._segments.clear()
-        self._places.clear()
+        self._locations.clear()
         self._log.close()
 
     def _open_segments(self) -> None:
@@ -238,14 +240,14 @@ class DiskTier(OwnTier):
         match change:
             case None:
                 self.num_unreadable += 1
-            case Put(key, place):
-                segment = self._segments.get(place.segment)
-                if segment is None or place.offset + place.num_bytes > segment.size_bytes:
+            case Put(key, location):
+                segment = self._segments.get(location.segment)
+                if segment is None or location.offset + location.num_bytes > segment.size_bytes:
                     self.num_unreadable += 1
                     return
                 if not segment.keys:
-                    self._begin(place.segment)
-                self._set(key, place)
+                    self._begin(location.segment)
+                self._set(key, location)
             case Drop(key):
                 self._forget(key)
             case Epoch(key, epoch):
@@ -254,27 +256,27 @@ class DiskTier(OwnTier):
                 if number in self._segments:
                     self._vacate(number)
 
-    def _set(self, key: FrameKey, place: Place) -> None:
+    def _set(self, key: FrameKey, location: Location) -> None:
         self._forget(key)
-        segment = self._segments[place.segment]
-        self._places[key] = place
+        segment = self._segments[location.segment]
+        self._locations[key] = location
         segment.keys[key] = None
-        segment.end = max(segment.end, in_blocks(place.offset + place.num_bytes))
-        segment.live_bytes += in_blocks(place.num_bytes)
+        segment.end = max(segment.end, in_blocks(location.offset + location.num_bytes))
+        segment.live_bytes += in_blocks(location.num_bytes)
 
     def _drop(self, keys: Sequence[FrameKey]) -> None:
-        """Forget keys, in the log first: or the next process finds other bytes in their place."""
+        """Forget keys, in the log first: or the next process finds other bytes there."""
         self._log.append(map(Drop, keys))
         for key in keys:
             self._forget(key)
 
     def _forget(self, key: FrameKey) -> None:
         self._used.discard(key)
-        place = self._places.pop(key, None)
-        if place is not None:
-            segment = self._segments[place.segment]
+        location = self._locations.pop(key, None)
+        if location is not None:
+            segment = self._segments[location.segment]
             del segment.keys[key]
-            segment.live_bytes -= in_blocks(place.num_bytes)
+            segment.live_bytes -= in_blocks(location.num_bytes)
 
     def _vacate(self, number: int) -> list[FrameKey]:
         """Forget all that lies in a segment; the keys."""
@@ -286,7 +288,7 @@ class DiskTier(OwnTier):
         return gone
 
     def _begin(self, number: int) -> None:
-        """Make an empty segment the one that is written to."""
+        """Write to this empty segment from now on."""
         segment = self._segments.pop(number)
         segment.end = 0
         self._segments[number] = segment
@@ -294,10 +296,10 @@ class DiskTier(OwnTier):
     def _append(self, key: FrameKey, frame: memoryview) -> None:
         number, segment = next(reversed(self._segments.items()))
         assert segment.end + frame.nbytes <= segment.size_bytes
-        place = Place(number, segment.end, frame.nbytes)
+        location = Location(number, segment.end, frame.nbytes)
         segment.write(segment.end, frame)
-        self._log.append([Put(key, place)])
-        self._set(key, place)
+        self._log.append([Put(key, location)])
+        self._set(key, location)
 
     def _refuse(self, key: FrameKey, num_bytes: int) -> None:
         if not self._has_refused:
@@ -361,7 +363,7 @@ class DiskTier(OwnTier):
         return True
 
     def _empty_one(self, reserved_bytes: int) -> None:
-        """Empty a segment, moving what was used to the last one, which keeps room as reserved."""
+        """Empty a segment: used frames move to the last one, which keeps `reserved_bytes` free."""
         *others, (_, target) = self._segments.items()
         full = [each for each in others if each[1].keys]
         if not full:
@@ -373,11 +375,11 @@ class DiskTier(OwnTier):
         room_bytes = min(MOST_MOVED_BYTES, target.size_bytes // 2)
         room_bytes = min(room_bytes, target.size_bytes - reserved_bytes)
         for key in [key for key in victim.keys if key in self._used]:
-            place = self._places[key]
-            room_bytes -= in_blocks(place.num_bytes)
+            location = self._locations[key]
+            room_bytes -= in_blocks(location.num_bytes)
             if room_bytes < 0:
                 break
-            self._append(key, victim.read(place.offset, place.num_bytes))
+            self._append(key, victim.read(location.offset, location.num_bytes))
         self._free(number)
 
     def _free(self, number: int) -> None:
@@ -395,13 +397,13 @@ class DiskTier(OwnTier):
     def _head(self, key: FrameKey) -> Head | None:
         """What a frame's head says, or None if it cannot be read."""
         with self._lock:
-            place = self._places.get(key)
-            if place is None:  # it has left meanwhile
+            location = self._locations.get(key)
+            if location is None:  # it has left meanwhile
                 return None
             for num_bytes in (HEAD_GUESS_BYTES, MAX_HEAD_BYTES):
-                segment = self._segments[place.segment]
+                segment = self._segments[location.segment]
                 try:
-                    found = segment.read(place.offset, min(num_bytes, place.num_bytes))
+                    found = segment.read(location.offset, min(num_bytes, location.num_bytes))
                     self._came(found.nbytes)
                     return read(found)
                 except FrameError:
@@ -411,9 +413,9 @@ class DiskTier(OwnTier):
         return None
 
     def _shorten_log(self) -> None:
-        if self._log.num_records > 2 * (len(self._places) + len(self._epochs)) + 256:
+        if self._log.num_records > 2 * (len(self._locations) + len(self._epochs)) + 256:
             try:
-                self._log.rewrite(self._places, self._epochs)
+                self._log.rewrite(self._locations, self._epochs)
             except OSError as error:
                 if not self._is_log_stuck:
                     log.warning("%s: cannot compact the index log yet: %s", self._folder, error)

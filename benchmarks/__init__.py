@@ -1,0 +1,1 @@
+"""Measurements: `python benchmarks/run.py NAME`."""

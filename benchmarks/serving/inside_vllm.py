@@ -1,0 +1,201 @@
+"""What does the connector save inside vLLM? Exact reuse, misses, moved passages; vLLM beside it."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.material import stream, tokenizer
+from benchmarks.common.measure import Row, median_ms, median_ratio
+from benchmarks.common.tasks import Item, f1, items, prompt
+from benchmarks.serving.vllm_server import VllmServer
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+MOST_NEW = 24
+SETTLE_S = 2.0  # before what is timed: the other server may still be writing
+VERDICT = re.compile(r"audit: mean KL ([\d.]+), top-1 ([\d.]+)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--vllm-python", required=True, help="a Python that has vLLM installed")
+    parser.add_argument("--parts", nargs="+", default=["exact", "moved"], help="exact texts moved")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 2000])
+    parser.add_argument("--task", default="pages", help="pages, musique, hotpot or nq")
+    parser.add_argument("--data", type=Path, help="folder of the public data sets")
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--documents", type=int, default=6)
+    parser.add_argument("--arguments", nargs="*", default=[], help="more arguments for vLLM")
+
+
+def run(options: argparse.Namespace) -> Iterator[Row]:
+    words = tokenizer(options.model)
+    with tempfile.TemporaryDirectory() as folder:
+        servers = _Servers(Path(folder), options)
+        for name, part in {"exact": _exact, "texts": _texts, "moved": _moved}.items():
+            if name in options.parts:
+                yield from part(servers, words, options)
+
+
+class _Servers:
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self._folder, self._options, self._count = folder, options, 0
+
+    def start(self, connector: dict[str, Any] | None) -> VllmServer:
+        self._count += 1
+        return VllmServer(
+            self._options.vllm_python,
+            self._options.model,
+            self._folder / f"{self._count}.log",
+            connector=connector,
+            dtype=DTYPES[self._options.dtype],
+            arguments=["--max-model-len", "8192", *self._options.arguments],
+        )
+
+
+def _exact(servers: _Servers, words: Any, options: argparse.Namespace) -> list[Row]:
+    """First token of prompts that are new, that are in our memory, and in Redis after a restart."""
+    times: dict[tuple[int, str], list[float]] = {}
+
+    def ask(server: VllmServer, what: str, tokens: Sequence[int]) -> None:
+        time.sleep(SETTLE_S)
+        times.setdefault((len(tokens), what), []).append(server.complete(tokens).seconds)
+
+    asked = [
+        stream(words, length, 100_000 * length + number)
+        for number in range(options.rounds)
+        for length in options.lengths
+    ]
+    from servers import redis_server  # noqa: PLC0415 - needs pytest
+
+    with redis_server() as redis, servers.start(None) as alone:
+        url = f"redis://127.0.0.1:{redis.port}"
+        ours = servers.start({"cache_url": url, "tier_deadline_ms": 5000})
+        for server in (alone, ours):  # whatever is done once
+            server.complete(stream(words, 600, 10**6))
+        for number, tokens in enumerate(asked):
+            both = [(alone, "vllm cold"), (ours, "miss")]
+            for server, what in both if number % 2 else reversed(both):
+                ask(server, what, tokens)
+            ask(alone, "vllm prefix cache", tokens)
+            ours.forget()
+            ask(ours, "memory", tokens)
+            print(f"exact {number + 1}/{len(asked)}", flush=True)
+        ours.stop()
+        with servers.start({"cache_url": url, "tier_deadline_ms": 5000}) as ours:
+            ours.complete(stream(words, 600, 10**6 + 1))
+            for tokens in asked:
+                ask(ours, "redis after restart", tokens)
+    return [
+        {
+            "part": "exact",
+            "tokens": length,
+            "what": what,
+            "ttft_ms": median_ms(taken),
+            "vllm_cold_ms": median_ms(times[length, "vllm cold"]),
+            "ratio": median_ratio(taken, times[length, "vllm cold"]),
+        }
+        for (length, what), taken in sorted(times.items())
+    ]
+
+
+def _texts(servers: _Servers, words: Any, options: argparse.Namespace) -> list[Row]:
+    """How many greedy texts are those of a cold vLLM: its own from its prefix cache, and ours."""
+    asked = [stream(words, 320, number) for number in range(options.prompts)]
+    said = {}
+    with servers.start(None) as alone, servers.start({}) as ours:
+        for server, name in ((alone, "vllm"), (ours, "ours")):
+            for state in ("cold", "warm"):
+                said[name, state] = [server.complete(each, most=MOST_NEW).text for each in asked]
+                if server is ours:
+                    ours.forget()
+    wanted = said["vllm", "cold"]
+    return [
+        {
+            "part": "texts",
+            "what": f"{name} {state}",
+            "equal": sum(map(str.__eq__, texts, wanted)),
+            "of": len(asked),
+        }
+        for (name, state), texts in said.items()
+    ]
+
+
+def _moved(servers: _Servers, words: Any, options: argparse.Namespace) -> list[Row]:
+    """RAG prompts whose passages were read before in other prompts, in other orders."""
+    made = items(options.task, options.prompts, options.data, options.documents)
+    ours_s, theirs_s, lengths, scores, full_scores = [], [], [], [], []
+    same = 0
+    with servers.start(None) as alone, servers.start(_AUDITED) as ours:
+        for server in (alone, ours):
+            server.complete(stream(words, 600, 10**6))
+        for number, item in enumerate(made):
+            tokens = words(prompt(item, words), add_special_tokens=False).input_ids
+            lengths.append(len(tokens))
+            for earlier in _earlier(item, made, number):
+                read = words(prompt(earlier, words), add_special_tokens=False).input_ids
+                for server in (alone, ours):
+                    server.complete(read)
+            both: list[tuple[VllmServer, str | None]] = [(alone, None), (ours, "auto")]
+            replies = {}
+            for server, reuse in both if number % 2 else reversed(both):
+                time.sleep(SETTLE_S)
+                replies[reuse] = server.stream(tokens, MOST_NEW, reuse)
+            (full_s, full), (moved_s, moved) = replies[None], replies["auto"]
+            theirs_s.append(full_s)
+            ours_s.append(moved_s)
+            same += moved == full
+            if item.answers:
+                scores.append(f1(_first_line(moved), item.answers))
+                full_scores.append(f1(_first_line(full), item.answers))
+            print(f"moved {number + 1}/{len(made)}: {moved_s / full_s:.2f}", flush=True)
+            ours.forget()  # waits for the audit, which is done when nothing else is
+        counted = ours.counters()
+        verdicts = [tuple(map(float, found)) for found in VERDICT.findall(ours.log.read_text())]
+    return [
+        {
+            "part": "moved",
+            "task": options.task,
+            "prompts": len(made),
+            "tokens": round(statistics.median(lengths)),
+            "ttft_ms": median_ms(ours_s),
+            "vllm_ms": median_ms(theirs_s),
+            "ratio": median_ratio(ours_s, theirs_s),
+            "moved_share": round(counted["moved_tokens_total"] / sum(lengths), 3),
+            "repaired_share": round(
+                counted["repaired_tokens_total"] / max(1, counted["moved_tokens_total"]), 3
+            ),
+            "audits": len(verdicts),
+            "mean_kl": round(statistics.mean(kl for kl, _ in verdicts), 4) if verdicts else None,
+            "top1": round(statistics.mean(top for _, top in verdicts), 4) if verdicts else None,
+            "same_text": f"{same} of {len(made)}",
+            "score": round(statistics.mean(scores), 4) if scores else None,
+            "vllm_score": round(statistics.mean(full_scores), 4) if scores else None,
+        }
+    ]
+
+
+_AUDITED = {"reuse": "exact", "audit_ratio": 1.0, "quality_budget": 100.0}
+"""Audits measure here, and must not change what they measure."""
+
+
+def _earlier(item: Item, made: Sequence[Item], number: int) -> Iterator[Item]:
+    """Two prompts with half of the passages each, among passages of others."""
+    chance = random.Random(number)
+    shuffled = chance.sample(item.documents, len(item.documents))
+    half = len(shuffled) // 2
+    for part in (shuffled[:half], shuffled[half:]):
+        other = made[(number + chance.randrange(1, max(2, len(made)))) % len(made)]
+        mixed = [*other.documents[: len(item.documents) - len(part)], *part]
+        chance.shuffle(mixed)
+        yield Item(mixed, other.question, [])
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n")[0].replace("<|im_end|>", "")
