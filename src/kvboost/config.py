@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import os
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,11 @@ EXACT_BITS = 16  # of `kv_cache_bits`: as the model computes it, whatever its dt
 STRATEGIES = ("sampled", "selective", "cacheblend", "query", "sensitivity", "none")
 """How to repair moved text; docs/concepts/exact-and-moved.md compares cost and quality."""
 
+
+DEPRECATED = (
+    "recompute_strategy='sensitivity' and recompute_tail are deprecated: they measured no gain "
+    "(docs/concepts/exact-and-moved.md)"
+)
 
 COMPANIES = ("any", "same")
 """Which copies of moved text may be used, by what they were computed after."""
@@ -70,7 +76,7 @@ class Options:
         low=0,
     )
     recompute_tail: int = option(
-        0, "tokens that 'selective' repairs at its end (measured: no gain)", low=0
+        0, "tokens that 'selective' repairs at its end (deprecated: no gain)", low=0
     )
     company: str = option(
         "any",
@@ -184,6 +190,8 @@ class Options:
             if (value := getattr(self, name)) not in allowed:
                 raise ConfigError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
         self._check_texts()
+        if self.recompute_strategy == "sensitivity" or self.recompute_tail:
+            warnings.warn(DEPRECATED, FutureWarning, stacklevel=3)
         if self.kv_cache_bits not in (EXACT_BITS, 8, 4):
             raise ConfigError(f"kv_cache_bits={self.kv_cache_bits!r}: expected 16, 8 or 4")
         if self.deterministic and self.kv_cache_bits != EXACT_BITS:

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from benchmarks import run as benchmarks
+from check_versions import tomllib
 from kvboost.cli.main import make_parser
 from kvboost.errors import ConfigError
-from kvboost.server.keys import tomllib
 from kvboost.server.options import read_options
 from pages import (
     DOCS,

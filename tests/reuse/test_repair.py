@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -65,6 +67,12 @@ def test_where_nothing_was_moved_nothing_is_chosen(strategy: str) -> None:
     made = build_repair(Options(recompute_strategy=strategy), 0.15)
     assert made.select(ReusePlan(600, PLAN.matches[:1]), Evidence()) == []
     assert made.corrected(ReusePlan(600)) == []
+
+
+@pytest.mark.parametrize("values", [{"recompute_strategy": "sensitivity"}, {"recompute_tail": 2}])
+def test_what_measured_no_gain_says_so(values: dict[str, Any]) -> None:
+    with pytest.warns(FutureWarning, match="no gain"):
+        Options(**values)
 
 
 @pytest.mark.parametrize("strategy", ["cacheblend", "sensitivity"])
