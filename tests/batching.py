@@ -98,6 +98,7 @@ class Gate:
         self._go_on.set()
         self.error: Exception | None = None
         self.num_errors = 0  # forwards that fail, from now on
+        self._fails: Callable[[], bool] = lambda: True
 
     def hold(self) -> None:
         self._go_on.clear()
@@ -106,13 +107,16 @@ class Gate:
     def open(self) -> None:
         self._go_on.set()
 
-    def fail(self, error: Exception, times: int = 1) -> None:
+    def fail(
+        self, error: Exception, times: int = 1, when: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._fails = when
         self.error, self.num_errors = error, times
 
     def __call__(self, *_: Any) -> None:
         self.is_reached.set()
         assert self._go_on.wait(WAIT_S)
-        if self.error is not None and self.num_errors:
+        if self.error is not None and self.num_errors and self._fails():
             self.num_errors -= 1
             raise self.error
 

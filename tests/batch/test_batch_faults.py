@@ -114,11 +114,12 @@ def test_a_step_that_fails_for_all_ends_its_requests_and_no_others(engine: KVBoo
 def test_a_step_that_fails_once_ends_nobody(engine: KVBoost) -> None:
     prompts = [words(40 + number, seed=number) for number in range(2)]
     with gate_of(engine) as gate:
+        gate.fail(RuntimeError("once"), when=lambda: engine.batch_stats()["num_running"] == 2)
         gate.hold()
         tickets = [engine.submit(prompt, greedy(12)) for prompt in prompts]
-        gate.fail(RuntimeError("once"))
         gate.open()
         assert answers(tickets) == [alone(prompt, 12) for prompt in prompts]
+        assert not gate.num_errors
 
 
 BAD = 500
