@@ -74,12 +74,12 @@ def routers(results: Row) -> str:
     rows = (
         row
         | {"book_mb": row["bytes_per_place"] * 2**20 / 1e6}
-        | {"route_ms": 1e3 * row["route_s"], "per_s": 1 / row["route_s"]}
+        | {"route_ms": 1e3 * row["route_s"], "rate": 1 / row["route_s"]}
         for row in _rows(results, "router")
     )
     return _table(
         "replicas | bytes/place | 2^20 places | time for a request | requests/s",
-        "{replicas:,} | {bytes_per_place:.0f} | {book_mb:.0f} MB | {route_ms:.1f} ms | {per_s:,.0f}",
+        "{replicas:,} | {bytes_per_place:.0f} | {book_mb:.0f} MB | {route_ms:.1f} ms | {rate:,.0f}",
         rows,
     )
 
@@ -155,13 +155,13 @@ def popular(results: Row) -> str:
 def failures(results: Row) -> str:
     """Loss of replicas and recovery."""
     rows = (
-        row | {"change": 100 * (row["least_reused"] - 1)}
+        row | {"less": 100 * (row["least_reused"] - 1)}
         for row in _rows(results, "failure")
         if row["lost"]
     )
     return _table(
         "lost | tier | reused, worst minute | within 5 % after | p95, worst 10 s",
-        "{lost} of {replicas} | {with_tier} | {change:+.0f} % | {recovered_s:.0f} s | {most_p95:.1f}",
+        "{lost} of {replicas} | {with_tier} | {less:+.0f} % | {recovered_s:.0f} s | {most_p95:.1f}",
         rows,
     )
 
