@@ -10,9 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -20,6 +20,15 @@ import transformers
 import kvboost
 from kvboost.bench.machine import commit, cpu
 from kvboost.bench.records import Line as Row
+
+T = TypeVar("T")
+
+
+def turns(sides: Sequence[T], num_rounds: int) -> Iterator[tuple[int, T]]:
+    """Every side once in a round, each round in the other order: a slow minute hits all alike."""
+    for number in range(num_rounds):
+        for side in sides if number % 2 else sides[::-1]:
+            yield number, side
 
 
 def seconds(call: Callable[[], Any]) -> float:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common.measure import Row, in_process
+from benchmarks.common.measure import Row, in_process, turns
 from benchmarks.quality.evaluation_tasks import make_tasks
 from kvboost.bench.questions.subjects import DTYPES
 
@@ -45,14 +45,13 @@ def _compare(names: list[str], folder: str, options: argparse.Namespace) -> Iter
     scores: dict[tuple[str, str], dict[str, float]] = {}
     dtype = str(DTYPES[options.dtype]).removeprefix("torch.")
     common = {"tasks": names, "folder": folder, "limit": options.limit}
-    for turn in range(options.rounds):
-        for kind in options.models if turn % 2 == 0 else options.models[::-1]:
-            name, own = MODELS[kind]
-            arguments = {"pretrained": options.model, "dtype": dtype, **own}
-            outcomes = in_process(WORKER, {"name": name, "arguments": arguments, **common})
-            for task, (score, seconds) in outcomes.items():
-                scores[task, kind] = score
-                times[task, kind].append(seconds)
+    for _, kind in turns(options.models, options.rounds):
+        name, own = MODELS[kind]
+        arguments = {"pretrained": options.model, "dtype": dtype, **own}
+        outcomes = in_process(WORKER, {"name": name, "arguments": arguments, **common})
+        for task, (score, seconds) in outcomes.items():
+            scores[task, kind] = score
+            times[task, kind].append(seconds)
     for task in names:
         for kind in options.models:
             row = {"task": task, "with": kind, "shots": options.shots, "limit": options.limit}

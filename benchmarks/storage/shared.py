@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.measure import Row, seconds
+from benchmarks.common.measure import Row, seconds, turns
 from kvboost.core import FrameKey, PrefixKey
 from kvboost.tiers.base import Tier
 from kvboost.tiers.mooncake import MooncakeTier
@@ -144,14 +144,13 @@ def _measure(url: str, ways: dict[str, Any], size_bytes: int, num_rounds: int) -
         PrefixKey(os.urandom(32)): memoryview(os.urandom(size_bytes)) for _ in range(num_frames)
     }
     taken: dict[tuple[str, str], list[float]] = {}
-    for number in range(num_rounds + 1):
-        for name in list(ways)[:: 1 if number % 2 else -1]:
-            way = ways[name]
-            times = (seconds(lambda: way.put(frames)), seconds(lambda: way.get(list(frames))))  # noqa: B023
-            way.discard(list(frames))
-            if number:  # the first round connects and touches the server's memory
-                for action, time_s in zip(("put", "get"), times, strict=True):
-                    taken.setdefault((action, name), []).append(time_s)
+    for number, (name, way) in turns(list(ways.items()), num_rounds + 1):
+        put_s = seconds(lambda: way.put(frames))  # noqa: B023
+        get_s = seconds(lambda: way.get(list(frames)))  # noqa: B023
+        way.discard(list(frames))
+        if number:  # the first round connects and touches the server's memory
+            taken.setdefault(("put", name), []).append(put_s)
+            taken.setdefault(("get", name), []).append(get_s)
     for action in ("put", "get"):
         for name in list(ways)[1:]:
             ours, theirs = taken[action, "tier"], taken[action, name]

@@ -19,7 +19,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.common.measure import Row, in_process, seconds
+from benchmarks.common.measure import Row, in_process, seconds, turns
 from benchmarks.weights.random_checkpoint import SHAPES, save_random
 from benchmarks.weights.streaming_worker import ENGINES
 
@@ -51,14 +51,13 @@ def _measure(folder: Path, options: argparse.Namespace) -> Iterator[Row]:
     engines = options.engines.split(",")
     runs: dict[str, list[Row]] = {engine: [] for engine in engines}
     memory, disk = [], []
-    for turn in range(options.rounds):
-        for engine in engines if turn % 2 == 0 else engines[::-1]:
-            if turn == 0 or options.memory_limit:  # a group pays for what it reads first
-                _forget(files)
-            memory.append(_memcpy_gb_s())
-            disk.append(_disk_gb_s(files[0]))
-            runs[engine].append(_in_process(engine, folder, options))
-            print(f"{engine}: {json.dumps(runs[engine][-1])}", file=sys.stderr)
+    for turn, engine in turns(engines, options.rounds):
+        if turn == 0 or options.memory_limit:  # a group pays for what it reads first
+            _forget(files)
+        memory.append(_memcpy_gb_s())
+        disk.append(_disk_gb_s(files[0]))
+        runs[engine].append(_in_process(engine, folder, options))
+        print(f"{engine}: {json.dumps(runs[engine][-1])}", file=sys.stderr)
     first_s = median(each["seconds_per_token"] for each in runs[engines[0]])
     for engine, done in runs.items():
         token_s = median(each["seconds_per_token"] for each in done)
