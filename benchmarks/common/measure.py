@@ -86,14 +86,18 @@ def resident_mb(pid: int) -> float:
     return own + sum(resident_mb(int(child)) for each in listings for child in each.split())
 
 
-def in_process(script: Path, task: Row) -> Row:
-    """What a script that gets `task` as JSON prints as its last line, in a process of its own."""
+def in_process(script: Path, task: Row, before: Callable[[], None] | None = None) -> Row:
+    """What a script that gets `task` as JSON prints as its last line, in a process of its own.
+
+    `before` is called there before Python starts.
+    """
     done = subprocess.run(
         [sys.executable, script, json.dumps(task)],
         check=True,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        preexec_fn=before,
     )
     result: Row = json.loads(done.stdout.splitlines()[-1])
     return result

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -21,9 +22,14 @@ import torch
 
 from benchmarks.common.measure import Row, in_process, seconds, turns
 from benchmarks.weights.random_checkpoint import SHAPES, save_random
-from benchmarks.weights.streaming_worker import ENGINES
 
 GB = 10**9
+ENGINES = {
+    "ours": "layer streaming",
+    "accelerate": "accelerate's offload to the disk, with the same budget on the CPU",
+    "accelerate-cpu": "accelerate's offload to the CPU: all weights in memory",
+    "whole": "Transformers with all weights in memory",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,11 +97,22 @@ def _in_process(engine: str, folder: Path, options: argparse.Namespace) -> Row:
         "engine": engine,
         "folder": str(folder),
         "budget_bytes": int(options.budget * GB),
-        "memory_limit_bytes": options.memory_limit and int(options.memory_limit * GB),
         "new_tokens": options.new_tokens,
         "prefix": options.prefix,
     }
-    return in_process(Path(__file__).with_name("streaming_worker.py"), task)
+    limit = options.memory_limit and partial(_limit_memory, int(options.memory_limit * GB))
+    return in_process(Path(__file__).with_name("streaming_worker.py"), task, limit)
+
+
+def _limit_memory(size_bytes: int) -> None:
+    """Put this process into a control group of its own (needs root)."""
+    root = Path("/sys/fs/cgroup")
+    is_first = (root / "memory").is_dir()
+    group = (root / "memory" if is_first else root) / f"kvboost-{os.getpid()}"
+    group.mkdir()
+    name = "memory.limit_in_bytes" if is_first else "memory.max"
+    (group / name).write_text(str(size_bytes))
+    (group / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def _forget(files: list[Path]) -> None:
