@@ -45,6 +45,7 @@ class BareRedis:
         from redis import Redis  # noqa: PLC0415
 
         self._client = Redis.from_url(url)
+        self.close = self._client.close
 
     def put(self, frames: dict[FrameKey, memoryview]) -> Any:
         for key, frame in frames.items():
@@ -55,9 +56,6 @@ class BareRedis:
 
     def discard(self, keys: list[FrameKey]) -> None:
         self._client.delete(*keys)
-
-    def close(self) -> None:
-        self._client.close()
 
 
 class PipelinedRedis(BareRedis):
@@ -81,6 +79,7 @@ class BareMooncake:
         self._store = tier._new_store()  # noqa: SLF001
         arguments = ("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", f"{host}:{port}")
         assert self._store.setup(*arguments) == 0
+        self.close = self._store.close
 
     def put(self, frames: dict[FrameKey, memoryview]) -> Any:
         assert self._store.put_batch([key.hex() for key in frames], list(frames.values())) == 0
@@ -90,9 +89,6 @@ class BareMooncake:
 
     def discard(self, keys: list[FrameKey]) -> None:
         self._store.batch_remove([key.hex() for key in keys], force=True)
-
-    def close(self) -> None:
-        self._store.close()
 
 
 class RegisteredMooncake(BareMooncake):
