@@ -58,7 +58,6 @@ WITHOUT_MODEL = {
     "footprint": "storage.footprint",
     "scale": "fleet.scale",
     "soak": "serving.soak",
-    "fuzz": "serving.fuzz",
     "streaming": "weights.streaming",
 }
 

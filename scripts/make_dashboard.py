@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +13,51 @@ COLUMNS = 24  # of Grafana's grid
 HEIGHT = 8
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 KINDS = {"exact": "green", "moved": "yellow", "miss": "#808080"}
+WINDOW = "$__rate_interval"
 
 Query = tuple[str, str]
 """PromQL and the legend of its series. `@` stands for the selector of the chosen instances."""
 
 
-def per_second(metric: str, *by: str) -> str:
-    """How fast a counter grows, by labels."""
-    total = f"sum by ({', '.join(by)})" if by else "sum"
-    return f"{total}(rate({metric}@[$__rate_interval]))"
+def rate(metric: str, legend: str = "", *, only: str = "", most: int | None = None) -> Query:
+    """How fast a counter of ours grows. Labels in the legend, as {{label}}, are what it is by."""
+    by = ", ".join(part.split("}}")[0] for part in legend.split("{{")[1:])
+    total = f"sum by ({by})" if by else "sum"
+    query = f"{total}(rate(kvboost_{metric}{_selector(only)}[{WINDOW}]))"
+    return (f"topk({most}, {query})" if most else query), legend
 
 
-def quantiles(metric: str, *shares: float) -> list[Query]:
-    """Quantiles of a histogram."""
-    buckets = f"sum by (le)(rate({metric}_bucket@[$__rate_interval]))"
-    return [(f"histogram_quantile({share}, {buckets})", f"p{share * 100:.0f}") for share in shares]
+def _selector(only: str) -> str:
+    """The chosen instances, and of their series those with a label as `only` says."""
+    return f'{{{only}, instance=~"$instance"}}' if only else "@"
+
+
+def gauge(metric: str, legend: str = "") -> Query:
+    """A value of ours, of all instances together."""
+    return f"sum(kvboost_{metric}@)", legend
+
+
+def quantile(share: float, metric: str, legend: str = "", *, only: str = "", by: str = "") -> Query:
+    """A quantile of a histogram of ours."""
+    buckets = f"rate(kvboost_{metric}_bucket{_selector(only)}[{WINDOW}])"
+    by = f"le, {by}" if by else "le"
+    return f"histogram_quantile({share}, sum by ({by})({buckets}))", legend
+
+
+def quantiles(metric: str) -> list[Query]:
+    """The quantiles that are drawn of a histogram."""
+    return [quantile(share, metric, f"p{share * 100:.0f}") for share in (0.5, 0.95, 0.99)]
 
 
 def series(
-    title: str, queries: list[Query], unit: str = "short", *, stack: str = "", text: str = ""
+    title: str, *queries: Query, unit: str = "short", stack: str = "", text: str = ""
 ) -> dict[str, Any]:
     """A panel with curves; `stack` is Grafana's mode of stacking."""
     custom = {"fillOpacity": 30 if stack else 5, "lineWidth": 1, "showPoints": "never"}
     if stack:
         custom["stacking"] = {"mode": stack, "group": "A"}
     panel = _panel("timeseries", title, queries, unit, text)
-    panel["fieldConfig"]["defaults"]["custom"] = custom
-    panel["fieldConfig"]["defaults"]["min"] = 0
+    panel["fieldConfig"]["defaults"] |= {"custom": custom, "min": 0}
     panel["options"] = {
         "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
         "tooltip": {"mode": "multi", "sort": "desc"},
@@ -72,9 +91,7 @@ def stat(
     return panel
 
 
-def _panel(
-    kind: str, title: str, queries: list[Query], unit: str, text: str = ""
-) -> dict[str, Any]:
+def _panel(kind: str, title: str, queries: Sequence[Query], unit: str, text: str) -> dict[str, Any]:
     return {
         "type": kind,
         "title": title,
@@ -95,12 +112,17 @@ def _panel(
 
 CACHED = 'sum(rate(kvboost_prompt_tokens_total{kind!="miss", instance=~"$instance"}[5m]))'
 FAILED = 'sum(rate(kvboost_requests_total{status=~"5..", instance=~"$instance"}[5m]))'
-FIRST, NEXT = "kvboost_time_to_first_token_seconds", "kvboost_inter_token_seconds"
+FIRST, NEXT = "time_to_first_token_seconds", "inter_token_seconds"
+PHASE = "phase_seconds"
+MEAN_OF_PHASES = (
+    f"{rate(f'{PHASE}_sum', '{{phase}}')[0]} / {rate(f'{PHASE}_count', '{{phase}}')[0]}"
+)
+FILL = "sum by (tier)(kvboost_tier_bytes@) / sum by (tier)(kvboost_tier_bytes_limit@ > 0)"
 
 GLANCE = [
-    stat("Requests", (per_second("kvboost_requests_total"), ""), "reqps"),
-    stat("First token, p95", quantiles(FIRST, 0.95)[0], "s"),
-    stat("Next token, p95", quantiles(NEXT, 0.95)[0], "s"),
+    stat("Requests", rate("requests_total"), "reqps"),
+    stat("First token, p95", quantile(0.95, FIRST, "p95"), "s"),
+    stat("Next token, p95", quantile(0.95, NEXT, "p95"), "s"),
     stat(
         "Prompt tokens from the store",
         (f"{CACHED} / sum(rate(kvboost_prompt_tokens_total@[5m]))", ""),
@@ -124,226 +146,129 @@ GLANCE = [
 
 ROWS: dict[str, list[dict[str, Any]]] = {
     "Traffic": [
-        series(
-            "Requests",
-            [
-                (
-                    per_second("kvboost_requests_total", "endpoint", "status"),
-                    "{{endpoint}} {{status}}",
-                )
-            ],
-            "reqps",
-        ),
-        series(
-            "How requests ended",
-            [(per_second("kvboost_finished_total", "reason"), "{{reason}}")],
-            "reqps",
-        ),
+        series("Requests", rate("requests_total", "{{endpoint}} {{status}}"), unit="reqps"),
+        series("How requests ended", rate("finished_total", "{{reason}}"), unit="reqps"),
         series(
             "Tokens",
-            [
-                (per_second("kvboost_generated_tokens_total"), "generated"),
-                (per_second("kvboost_prompt_tokens_total"), "prompt"),
-                (per_second("kvboost_warmed_tokens_total"), "warmed"),
-                (per_second("kvboost_promoted_tokens_total"), "promoted"),
-            ],
+            rate("generated_tokens_total", "generated"),
+            rate("prompt_tokens_total", "prompt"),
+            rate("warmed_tokens_total", "warmed"),
+            rate("promoted_tokens_total", "promoted"),
         ),
         series(
             "Running and waiting",
-            [
-                ("sum(kvboost_running_requests@)", "running"),
-                ("sum(kvboost_running_requests_limit@)", "running, limit"),
-                ("sum(kvboost_waiting_requests@)", "waiting"),
-                ("sum(kvboost_waiting_requests_limit@)", "waiting, limit"),
-            ],
+            gauge("running_requests", "running"),
+            gauge("running_requests_limit", "running, limit"),
+            gauge("waiting_requests", "waiting"),
+            gauge("waiting_requests_limit", "waiting, limit"),
         ),
         series(
             "Batch",
-            [
-                ("avg(kvboost_mean_batch_size@)", "requests in a step, since the start"),
-                (per_second("kvboost_steps_total"), "steps per second"),
-                (per_second("kvboost_preemptions_total"), "preemptions per second"),
-            ],
+            ("avg(kvboost_mean_batch_size@)", "requests in a step, since the start"),
+            rate("steps_total", "steps per second"),
+            rate("preemptions_total", "preemptions per second"),
         ),
         series(
             "K/V of the batch",
-            [
-                ("sum(kvboost_working_kv_tokens@)", "tokens"),
-                ("sum(kvboost_working_kv_tokens_limit@)", "tokens, limit"),
-            ],
+            gauge("working_kv_tokens", "tokens"),
+            gauge("working_kv_tokens_limit", "tokens, limit"),
         ),
     ],
     "Latency": [
-        series("First token", quantiles(FIRST, 0.5, 0.95, 0.99), "s"),
-        series("Next token", quantiles(NEXT, 0.5, 0.95, 0.99), "s"),
+        series("First token", *quantiles(FIRST), unit="s"),
+        series("Next token", *quantiles(NEXT), unit="s"),
         series(
             "Whole requests, p95",
-            [
-                (
-                    "histogram_quantile(0.95, sum by (le, endpoint)"
-                    "(rate(kvboost_request_seconds_bucket@[$__rate_interval])))",
-                    "{{endpoint}}",
-                )
-            ],
-            "s",
+            quantile(0.95, "request_seconds", "{{endpoint}}", by="endpoint"),
+            unit="s",
         ),
         series(
             "Where the time goes",
-            [
-                (
-                    f"{per_second('kvboost_phase_seconds_sum', 'phase')} / "
-                    f"{per_second('kvboost_phase_seconds_count', 'phase')}",
-                    "{{phase}}",
-                )
-            ],
-            "s",
+            (MEAN_OF_PHASES, "{{phase}}"),
+            unit="s",
             stack="normal",
             text="Mean of an answer; repair is part of prefill.",
         ),
-        series(
-            "Queue, p95",
-            [
-                (
-                    "histogram_quantile(0.95, sum by (le)(rate(kvboost_phase_seconds_bucket"
-                    '{phase="queue", instance=~"$instance"}[$__rate_interval])))',
-                    "queue",
-                )
-            ],
-            "s",
-        ),
+        series("Queue, p95", quantile(0.95, PHASE, "queue", only='phase="queue"'), unit="s"),
     ],
     "Reuse": [
         series(
             "Prompt tokens",
-            [(per_second("kvboost_prompt_tokens_total", "kind"), "{{kind}}")],
+            rate("prompt_tokens_total", "{{kind}}"),
             stack="percent",
             text="Exact: same text before it. Moved: other text before it. Miss: computed.",
         ),
         series(
             "Moved tokens, and those computed again",
-            [
-                (
-                    'sum(rate(kvboost_prompt_tokens_total{kind="moved", instance=~"$instance"}'
-                    "[$__rate_interval]))",
-                    "moved",
-                ),
-                (per_second("kvboost_repaired_tokens_total"), "repaired"),
-            ],
+            rate("prompt_tokens_total", "moved", only='kind="moved"'),
+            rate("repaired_tokens_total", "repaired"),
         ),
-        series(
-            "Chunks looked for",
-            [(per_second("kvboost_chunks_total", "kind"), "{{kind}}")],
-            stack="normal",
-        ),
-        series("Audits", [(per_second("kvboost_audits_total"), "audits per second")]),
+        series("Chunks looked for", rate("chunks_total", "{{kind}}"), stack="normal"),
+        series("Audits", rate("audits_total", "audits per second")),
         series(
             "Quality of moved text",
-            [("max(kvboost_audit_kl@)", "mean KL, worst tenant")],
+            ("max(kvboost_audit_kl@)", "mean KL, worst tenant"),
             text="Compare with the option quality_budget.",
         ),
         stat(
             "Tenants without moved text",
-            ("sum(kvboost_tenants_without_moved_text@)", ""),
+            gauge("tenants_without_moved_text"),
             red_from=1,
             text="Audits were over the budget, so only exact text is reused for them.",
         ),
     ],
     "Store": [
-        series("Bytes", [("sum by (tier)(kvboost_tier_bytes@)", "{{tier}}")], "bytes"),
-        series(
-            "Fill",
-            [
-                (
-                    "sum by (tier)(kvboost_tier_bytes@) / "
-                    "sum by (tier)(kvboost_tier_bytes_limit@ > 0)",
-                    "{{tier}}",
-                )
-            ],
-            "percentunit",
-        ),
+        series("Bytes", ("sum by (tier)(kvboost_tier_bytes@)", "{{tier}}"), unit="bytes"),
+        series("Fill", (FILL, "{{tier}}"), unit="percentunit"),
         series(
             "Chunks",
-            [
-                ("sum by (tier)(kvboost_tier_chunks@)", "{{tier}}"),
-                ("sum(kvboost_pinned_chunks@)", "pinned"),
-            ],
+            ("sum by (tier)(kvboost_tier_chunks@)", "{{tier}}"),
+            gauge("pinned_chunks", "pinned"),
         ),
         series(
             "Chunks come and go",
-            [
-                (per_second("kvboost_stored_chunks_total"), "stored"),
-                (per_second("kvboost_evicted_chunks_total"), "evicted"),
-                (per_second("kvboost_loaded_chunks_total"), "loaded from below"),
-                (per_second("kvboost_tier_written_chunks_total", "tier"), "written to {{tier}}"),
-            ],
+            rate("stored_chunks_total", "stored"),
+            rate("evicted_chunks_total", "evicted"),
+            rate("loaded_chunks_total", "loaded from below"),
+            rate("tier_written_chunks_total", "written to {{tier}}"),
         ),
         series(
             "Found below memory",
-            [
-                (per_second("kvboost_tier_hits_total", "tier"), "{{tier}} found"),
-                (per_second("kvboost_tier_misses_total", "tier"), "{{tier}} not found"),
-            ],
+            rate("tier_hits_total", "{{tier}} found"),
+            rate("tier_misses_total", "{{tier}} not found"),
         ),
         series(
             "Faults",
-            [
-                (per_second("kvboost_tier_faults_total", "tier"), "{{tier}} faults"),
-                (per_second("kvboost_tier_dropped_writes_total", "tier"), "{{tier}} not written"),
-                (per_second("kvboost_damaged_frames_total"), "damaged frames"),
-                (per_second("kvboost_foreign_frames_total"), "frames of others"),
-            ],
+            rate("tier_faults_total", "{{tier}} faults"),
+            rate("tier_dropped_writes_total", "{{tier}} not written"),
+            rate("damaged_frames_total", "damaged frames"),
+            rate("foreign_frames_total", "frames of others"),
             text="No request fails because of these; they become misses.",
         ),
         series(
             "Memory of the process",
-            [
-                ("sum(process_resident_memory_bytes@)", "resident"),
-                ('sum(kvboost_tier_bytes{tier="memory", instance=~"$instance"})', "store"),
-                ("sum(kvboost_working_kv_bytes@)", "K/V of the batch"),
-                ("sum(kvboost_index_bytes@)", "index"),
-            ],
-            "bytes",
+            ("sum(process_resident_memory_bytes@)", "resident"),
+            ('sum(kvboost_tier_bytes{tier="memory", instance=~"$instance"})', "store"),
+            gauge("working_kv_bytes", "K/V of the batch"),
+            gauge("index_bytes", "index"),
+            unit="bytes",
         ),
     ],
     "Tenants and adapters": [
-        series(
-            "Requests",
-            [(f"topk(10, {per_second('kvboost_tenant_requests_total', 'tenant')})", "{{tenant}}")],
-            "reqps",
-        ),
-        series(
-            "Tokens generated",
-            [
-                (
-                    f"topk(10, {per_second('kvboost_tenant_generated_tokens_total', 'tenant')})",
-                    "{{tenant}}",
-                )
-            ],
-        ),
+        series("Requests", rate("tenant_requests_total", "{{tenant}}", most=10), unit="reqps"),
+        series("Tokens generated", rate("tenant_generated_tokens_total", "{{tenant}}", most=10)),
         series(
             "Prompt tokens computed",
-            [
-                (
-                    "topk(10, sum by (tenant)(rate(kvboost_tenant_prompt_tokens_total"
-                    '{kind="miss", instance=~"$instance"}[$__rate_interval])))',
-                    "{{tenant}}",
-                )
-            ],
+            rate("tenant_prompt_tokens_total", "{{tenant}}", only='kind="miss"', most=10),
         ),
         series(
             "Memory",
-            [("topk(10, sum by (tenant)(kvboost_tenant_memory_bytes@))", "{{tenant}}")],
-            "bytes",
+            ("topk(10, sum by (tenant)(kvboost_tenant_memory_bytes@))", "{{tenant}}"),
+            unit="bytes",
         ),
         series(
             "Prompt tokens by adapter",
-            [
-                (
-                    "sum by (adapter, kind)(rate(kvboost_adapter_prompt_tokens_total"
-                    '{instance=~"$instance"}[$__rate_interval]))',
-                    "{{adapter}} {{kind}}",
-                )
-            ],
+            rate("adapter_prompt_tokens_total", "{{adapter}} {{kind}}"),
             text="Without a name: the base model.",
         ),
     ],
@@ -352,14 +277,11 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 
 def dashboard() -> dict[str, Any]:
     """The whole dashboard, as Grafana imports it."""
-    place = _Place()
-    panels = [place.put(panel, width=COLUMNS // len(GLANCE), height=4) for panel in GLANCE]
+    panels = _in_lines(GLANCE, 0, COLUMNS // len(GLANCE), 4)
     for title, row in ROWS.items():
-        place.new_line()
-        panels.append(
-            place.put({"type": "row", "title": title, "collapsed": False, "panels": []}, 24, 1)
-        )
-        panels += [place.put(panel, width=COLUMNS // 3, height=HEIGHT) for panel in row]
+        head = {"type": "row", "title": title, "collapsed": False, "panels": []}
+        panels += _in_lines([head], _end(panels), COLUMNS, 1)
+        panels += _in_lines(row, _end(panels), COLUMNS // 3, HEIGHT)
     for number, panel in enumerate(panels, 1):
         panel["id"] = number
     return {
@@ -379,21 +301,22 @@ def dashboard() -> dict[str, Any]:
     }
 
 
-class _Place:
-    """Fills the grid from left to right, then the next line."""
+def _in_lines(
+    panels: list[dict[str, Any]], y: int, width: int, height: int
+) -> list[dict[str, Any]]:
+    """Panels of one size with their places in the grid, from left to right, then the next line."""
+    in_line = COLUMNS // width
+    places = [(width * (n % in_line), y + height * (n // in_line)) for n in range(len(panels))]
+    return [
+        {**panel, "gridPos": {"x": x, "y": y, "w": width, "h": height}}
+        for panel, (x, y) in zip(panels, places, strict=True)
+    ]
 
-    def __init__(self) -> None:
-        self._x = self._y = self._height = 0
 
-    def new_line(self) -> None:
-        self._x, self._y, self._height = 0, self._y + self._height, 0
-
-    def put(self, panel: dict[str, Any], width: int, height: int) -> dict[str, Any]:
-        if self._x + width > COLUMNS:
-            self.new_line()
-        at = {"x": self._x, "y": self._y, "w": width, "h": height}
-        self._x, self._height = self._x + width, max(self._height, height)
-        return {**panel, "gridPos": at}
+def _end(panels: list[dict[str, Any]]) -> int:
+    """The first line of the grid below all panels."""
+    last: dict[str, int] = panels[-1]["gridPos"]
+    return last["y"] + last["h"]
 
 
 def _variables() -> list[dict[str, Any]]:

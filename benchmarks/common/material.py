@@ -46,6 +46,11 @@ def model(options: argparse.Namespace) -> Any:
         torch.set_default_dtype(torch.float32)
 
 
+def dtype_name(options: argparse.Namespace) -> str:
+    """The dtype that was asked for, as others call it."""
+    return str(DTYPES[options.dtype]).removeprefix("torch.")
+
+
 def tokenizer(name: str) -> Any:
     return AutoTokenizer.from_pretrained(str(get_model()) if name == RANDOM_1_5B else name)
 

@@ -10,9 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -20,6 +20,15 @@ import transformers
 import kvboost
 from kvboost.bench.machine import commit, cpu
 from kvboost.bench.records import Line as Row
+
+T = TypeVar("T")
+
+
+def turns(sides: Sequence[T], num_rounds: int) -> Iterator[tuple[int, T]]:
+    """Every side once in a round, each round in the other order: a slow minute hits all alike."""
+    for number in range(num_rounds):
+        for side in sides if number % 2 else sides[::-1]:
+            yield number, side
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -77,14 +86,18 @@ def resident_mb(pid: int) -> float:
     return own + sum(resident_mb(int(child)) for each in listings for child in each.split())
 
 
-def in_process(script: Path, task: Row) -> Row:
-    """What a script that gets `task` as JSON prints as its last line, in a process of its own."""
+def in_process(script: Path, task: Row, before: Callable[[], None] | None = None) -> Row:
+    """What a script that gets `task` as JSON prints as its last line, in a process of its own.
+
+    `before` is called there before Python starts.
+    """
     done = subprocess.run(
         [sys.executable, script, json.dumps(task)],
         check=True,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        preexec_fn=before,
     )
     result: Row = json.loads(done.stdout.splitlines()[-1])
     return result

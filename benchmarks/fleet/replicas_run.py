@@ -120,56 +120,42 @@ class Fleet:
 
         async def work() -> list[Answer]:
             free = asyncio.Semaphore(self._num_clients)
-            ask = _streamed if stream else _whole
 
             async def in_turn(client: openai.AsyncOpenAI, messages: Any) -> Answer:
                 async with free:
-                    return await ask(client, messages)
+                    return await _asked(client, messages, is_stream=stream)
 
             async with openai.AsyncOpenAI(
                 base_url=self._url, api_key="none", timeout=120
             ) as client:
-                beside = asyncio.ensure_future(also) if also is not None else None
-                answers = await asyncio.gather(*(in_turn(client, messages) for messages in mix))
-                if beside is not None:
-                    await beside
-                return answers
+                asked = asyncio.gather(*(in_turn(client, messages) for messages in mix))
+                return (await asyncio.gather(asked, *([also] if also else [])))[0]
 
         return asyncio.run(work())
 
 
-async def _streamed(client: openai.AsyncOpenAI, messages: Any) -> Answer:
+async def _asked(client: openai.AsyncOpenAI, messages: Any, *, is_stream: bool) -> Answer:
     started = time.perf_counter()
-    first_s, text, usage = 0.0, "", None
+    first_s, text = 0.0, ""
+    body = {"model": "m", "messages": messages, "max_tokens": NEW_TOKENS, "temperature": 0}
+    if is_stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
     try:
-        stream = await client.chat.completions.create(
-            model="m", messages=messages, max_tokens=NEW_TOKENS, temperature=0, stream=True,
-            stream_options={"include_usage": True},
-        )  # fmt: skip
-        async for chunk in stream:
-            if chunk.choices and chunk.choices[0].delta.content:
-                first_s = first_s or time.perf_counter() - started
-                text += chunk.choices[0].delta.content
-            usage = chunk.usage or usage
+        reply: Any = await client.chat.completions.create(**body)
+        usage = None if is_stream else reply.usage
+        if not is_stream:
+            text = reply.choices[0].message.content or ""
+        else:
+            async for chunk in reply:
+                if chunk.choices and chunk.choices[0].delta.content:
+                    first_s = first_s or time.perf_counter() - started
+                    text += chunk.choices[0].delta.content
+                usage = chunk.usage or usage
     except openai.APIError as error:
         return Answer(text, first_s, 0, 0, getattr(error, "code", None) or type(error).__name__)
-    return Answer(text, first_s, *_counted(usage))
-
-
-async def _whole(client: openai.AsyncOpenAI, messages: Any) -> Answer:
-    started = time.perf_counter()
-    try:
-        reply = await client.chat.completions.create(
-            model="m", messages=messages, max_tokens=NEW_TOKENS, temperature=0
-        )
-    except openai.APIError as error:
-        return Answer("", 0.0, 0, 0, getattr(error, "code", None) or type(error).__name__)
-    text = reply.choices[0].message.content or ""
-    return Answer(text, time.perf_counter() - started, *_counted(reply.usage))
-
-
-def _counted(usage: Any) -> tuple[int, int]:
-    return usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
+    cached = usage.prompt_tokens_details.cached_tokens
+    first_s = first_s if is_stream else time.perf_counter() - started
+    return Answer(text, first_s, usage.prompt_tokens, cached)
 
 
 def figures(answers: Sequence[Answer], expected: Sequence[str] | None = None) -> dict[str, Any]:

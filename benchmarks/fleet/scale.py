@@ -105,13 +105,15 @@ def setup(num_replicas: int, routing: str, share: float, *, tier: bool) -> Setup
 
 def measured(
     traffic: Traffic,
+    what: str,
     fleet: Setup,
-    share: float,
     *,
     popular: float = 0.0,
     num_requests: int = NUM_REQUESTS,
+    **about: Any,
 ) -> Row:
     """Shares and waits of a fleet once its caches are full."""
+    share = fleet.prefill_tokens_per_s / PREFILL
     per_s = PER_REPLICA_S * fleet.num_replicas * share
     warm_s = WARM_TIER_S if fleet.shared_tokens else WARM_S
     counted_s = num_requests / per_s
@@ -121,6 +123,8 @@ def measured(
     used_s = time.process_time() - started
     tokens = result.prompt_tokens
     return {
+        "what": what,
+        **about,
         "replicas": fleet.num_replicas,
         "routing": fleet.routing,
         "tier": fleet.shared_tokens > 0,
@@ -142,61 +146,47 @@ def measured(
 def sizes(traffic: Traffic) -> Iterator[Row]:
     """All routings at all sizes, with a shared tier and without."""
     for num_replicas, tier, routing in product(SIZES, (False, True), ROUTINGS):
-        share = sampled(num_replicas)
-        fleet = setup(num_replicas, routing, share, tier=tier)
-        yield {"what": "size", **measured(traffic, fleet, share)}
+        fleet = setup(num_replicas, routing, sampled(num_replicas), tier=tier)
+        yield measured(traffic, "size", fleet)
 
 
 def sampling(traffic: Traffic) -> Iterator[Row]:
     """The same fleet whole and in samples: what the sampling changes."""
-    for routing in ("two-choices", "prefix-hash", "reuse"):
-        for share in (1.0, 0.25, 0.1):
-            fleet = setup(32, routing, share, tier=True)
-            row = measured(traffic, fleet, share, num_requests=3 * NUM_REQUESTS)
-            yield {"what": "sampling", **row}
+    for routing, share in product(("two-choices", "prefix-hash", "reuse"), (1.0, 0.25, 0.1)):
+        fleet = setup(32, routing, share, tier=True)
+        yield measured(traffic, "sampling", fleet, num_requests=3 * NUM_REQUESTS)
 
 
 def stale(traffic: Traffic) -> Iterator[Row]:
     """Routers that do not see each other's requests, by how often replicas report."""
-    for num_routers, every_s in (
-        (1, math.inf),
-        (1, 10.0),
-        (4, math.inf),
-        (4, 60.0),
-        (4, 10.0),
-        (4, 1.0),
-    ):
-        fleet = setup(16, "reuse", 0.5, tier=False)
-        fleet = replace(fleet, num_routers=num_routers, report_every_s=every_s)
-        row = {"what": "stale", "routers": num_routers}
-        row["report_every_s"] = every_s if every_s < math.inf else None
-        yield row | measured(traffic, fleet, 0.5)
+    whole = setup(16, "reuse", 0.5, tier=False)
+    for num, every_s in ((1, None), (1, 10.0), (4, None), (4, 60.0), (4, 10.0), (4, 1.0)):
+        fleet = replace(whole, num_routers=num, report_every_s=every_s or math.inf)
+        yield measured(traffic, "stale", fleet, routers=num, report_every_s=every_s)
 
 
 def memory(traffic: Traffic) -> Iterator[Row]:
     """A router that remembers less than its fleet holds."""
+    fleet = setup(32, "reuse", 0.5, tier=False)
+    held = 32 * fleet.cache_tokens / BLOCK_TOKENS
     for part in (1 / 32, 1 / 8, 1 / 2, 1, 2):
-        fleet = setup(32, "reuse", 0.5, tier=False)
-        held = 32 * fleet.cache_tokens / BLOCK_TOKENS
         fleet = replace(fleet, book_names=math.ceil(part * held))
-        yield {"what": "memory", "remembered": part, **measured(traffic, fleet, 0.5)}
+        yield measured(traffic, "memory", fleet, remembered=part)
 
 
 def slack(traffic: Traffic) -> Iterator[Row]:
     """How much longer a queue may be for the sake of what a replica holds."""
     for requests in (0, 1, 2, 4, 8):
         fleet = replace(setup(32, "reuse", 0.5, tier=False), policy=Policy(slack=requests))
-        yield {"what": "slack", "slack": requests, **measured(traffic, fleet, 0.5)}
-    fleet = setup(32, "least-loaded", 0.5, tier=False)
-    yield {"what": "slack", "slack": None, **measured(traffic, fleet, 0.5)}
+        yield measured(traffic, "slack", fleet, slack=requests)
+    yield measured(traffic, "slack", setup(32, "least-loaded", 0.5, tier=False), slack=None)
 
 
 def popular(traffic: Traffic) -> Iterator[Row]:
     """A fifth of all conversations begins with the same 8,192 tokens."""
     for routing in ROUTINGS:
-        fleet = setup(64, routing, 0.25, tier=False)
-        row = {"what": "popular", "popular": 0.2}
-        yield row | measured(traffic, fleet, 0.25, popular=0.2)
+        row = measured(traffic, "popular", setup(64, routing, 0.25, tier=False), popular=0.2)
+        yield row | {"popular": 0.2}
 
 
 def failure(traffic: Traffic) -> Iterator[Row]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.material import engine_of, stream
-from benchmarks.common.measure import Row, seconds
+from benchmarks.common.measure import Row, seconds, turns
 from kvboost import KVBoost
 from kvboost.core import MatchKind
 
@@ -89,19 +89,17 @@ def _beside(engine: KVBoost, words: Any, options: argparse.Namespace) -> Row:
     """Short requests with pauses, while promotions run and without."""
     times: dict[bool, list[float]] = {True: [], False: []}
     chance = random.Random(0)
-    for number in range(options.short):
-        for promotes in (True, False) if number % 2 else (False, True):
-            if promotes:
-                seed = 10_000 + number
-                session = _stored_documents(engine, words, seed, options)
-                engine.generate(session, 1, reuse="auto")
-            else:
-                engine.flush()
-            time.sleep(0.5 + chance.random())
-            short = stream(words, 128, seed=100_000 + number * 2 + promotes)
-            times[promotes].append(
-                seconds(lambda: engine.generate(short, 8, reuse="off", min_new_tokens=8))  # noqa: B023
-            )
+    for number, promotes in turns((True, False), options.short):
+        if promotes:
+            session = _stored_documents(engine, words, 10_000 + number, options)
+            engine.generate(session, 1, reuse="auto")
+        else:
+            engine.flush()
+        time.sleep(0.5 + chance.random())
+        short = stream(words, 128, seed=100_000 + number * 2 + promotes)
+        times[promotes].append(
+            seconds(lambda: engine.generate(short, 8, reuse="off", min_new_tokens=8))  # noqa: B023
+        )
     (p50, p95), (usual_p50, usual_p95) = (
         1e3 * np.percentile(times[promotes], [50, 95]) for promotes in (True, False)
     )

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.common.material import engine_of
-from benchmarks.common.measure import Row
+from benchmarks.common.measure import Row, median_ratio, turns
 from kvboost import KVBoost
 
 EDITS = (
@@ -50,19 +50,17 @@ def _measure(engine: KVBoost, prompt: list[int], state: str, options: argparse.N
     reuse = {"warm": "exact", "cold": "off"}[state]
     speeds: dict[bool, list[float]] = {False: [], True: []}
     texts, cached, num_forwards = {}, set(), 0
-    for turn in range(options.rounds):
-        for is_lookup in (False, True) if turn % 2 == 0 else (True, False):
-            lookup = {"prompt_lookup_num_tokens": options.lookup} if is_lookup else {}
-            with counted(engine) as forwards:
-                result = engine.generate(
-                    prompt, options.new, reuse=reuse, repetition_penalty=1.0, **lookup
-                )
-            engine.flush()
-            speeds[is_lookup].append(1e3 * len(result.token_ids) / result.total_ms)
-            texts[is_lookup] = result.token_ids
-            cached.add(result.cached_tokens)
-            num_forwards = len(forwards) if is_lookup else num_forwards
-    ratios = [fast / plain for plain, fast in zip(speeds[False], speeds[True], strict=True)]
+    for _, is_lookup in turns((True, False), options.rounds):
+        lookup = {"prompt_lookup_num_tokens": options.lookup} if is_lookup else {}
+        with counted(engine) as forwards:
+            result = engine.generate(
+                prompt, options.new, reuse=reuse, repetition_penalty=1.0, **lookup
+            )
+        engine.flush()
+        speeds[is_lookup].append(1e3 * len(result.token_ids) / result.total_ms)
+        texts[is_lookup] = result.token_ids
+        cached.add(result.cached_tokens)
+        num_forwards = len(forwards) if is_lookup else num_forwards
     return {
         "state": state,
         "prompt": len(prompt),
@@ -70,7 +68,7 @@ def _measure(engine: KVBoost, prompt: list[int], state: str, options: argparse.N
         "new": len(texts[True]),
         "plain_tokens_per_s": round(statistics.median(speeds[False]), 2),
         "lookup_tokens_per_s": round(statistics.median(speeds[True]), 2),
-        "ratio": round(statistics.median(ratios), 3),
+        "ratio": median_ratio(speeds[True], speeds[False]),
         "tokens_per_forward": round(len(texts[True]) / num_forwards, 2),
         "is_same_text": texts[False] == texts[True],
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks.common.material import engine_of, model, stream
-from benchmarks.common.measure import Row, median_ms, median_ratio, seconds
+from benchmarks.common.measure import Row, median_ms, median_ratio, seconds, turns
 from kvboost import KVBoost
 from kvboost.bench.questions.subjects import TokenClock
 
@@ -33,69 +33,60 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
 
 @torch.no_grad()
 def _measure(length: int, bare: Any, engine: KVBoost, options: argparse.Namespace) -> list[Row]:
-    ours, theirs = defaultdict(list), defaultdict(list)
     words = engine.tokenizer
     prefix = stream(words, length, seed=0)
     engine.warm(prefix)
     in_place = DynamicCache(config=bare.config)
     bare(input_ids=torch.tensor([prefix]), past_key_values=in_place, logits_to_keep=1)
-    for turn in range(options.rounds + 1):
+
+    def ours(live: list[int], fresh: list[int]) -> dict[str, float]:
+        warm = engine.generate(prefix + live, 1)
+        engine.flush()
+        started = time.perf_counter()
+        cold = engine.generate(fresh, options.new, min_new_tokens=options.new)
+        engine.flush()
+        return {
+            "total": time.perf_counter() - started,
+            "warm": warm.ttft_ms / 1e3,
+            "cold": cold.ttft_ms / 1e3,
+            "decode": (cold.total_ms - cold.ttft_ms) / (options.new - 1) / 1e3,
+        }
+
+    def theirs(live: list[int], fresh: list[int]) -> dict[str, float]:
+        warm, cold = _same_rows(bare, in_place), DynamicCache(config=bare.config)
+        live_ids, ids = torch.tensor([live]), torch.tensor([fresh])
+        taken = {
+            "warm": seconds(
+                lambda: bare(input_ids=live_ids, past_key_values=warm, logits_to_keep=1)
+            ),
+            "cold": seconds(lambda: bare(input_ids=ids, past_key_values=cold, logits_to_keep=1)),
+        }
+        clock = TokenClock()
+        arguments = {
+            "max_new_tokens": options.new,
+            "min_new_tokens": options.new,
+            "do_sample": False,
+            "stopping_criteria": [clock],
+            "attention_mask": torch.ones_like(ids),
+        }
+        taken["total"] = seconds(lambda: bare.generate(ids, **arguments))
+        taken["decode"] = (clock.times[-1] - clock.times[0]) / (options.new - 1)
+        return taken
+
+    rounds: dict[Any, list[dict[str, float]]] = {ours: [], theirs: []}
+    for turn, side in turns((ours, theirs), options.rounds + 1):
         live = stream(words, options.live, seed=1000 + turn)
         fresh = stream(words, length, seed=2000 + turn + length)
+        taken = side(live, fresh)
+        if turn:  # the first warms up allocators and kernels
+            rounds[side].append(taken)
+    return [_row(length, what, rounds[ours], rounds[theirs]) for what in GOALS]
 
-        def measure_ours(live: list[int] = live, fresh: list[int] = fresh) -> None:
-            ours["warm"].append(engine.generate(prefix + live, 1).ttft_ms / 1e3)
-            engine.flush()
-            results = []
-            total = seconds(
-                lambda: (
-                    results.append(engine.generate(fresh, options.new, min_new_tokens=options.new)),
-                    engine.flush(),
-                )
-            )
-            ours["total"].append(total)
-            ours["cold"].append(results[0].ttft_ms / 1e3)
-            decode = results[0].total_ms - results[0].ttft_ms
-            ours["decode"].append(decode / (options.new - 1) / 1e3)
 
-        def measure_bare(live: list[int] = live, fresh: list[int] = fresh) -> None:
-            cache = _same_rows(bare, in_place)
-            ids = torch.tensor([live])
-            theirs["warm"].append(
-                seconds(lambda: bare(input_ids=ids, past_key_values=cache, logits_to_keep=1))
-            )
-            ids, empty = torch.tensor([fresh]), DynamicCache(config=bare.config)
-            theirs["cold"].append(
-                seconds(lambda: bare(input_ids=ids, past_key_values=empty, logits_to_keep=1))
-            )
-            clock = TokenClock()
-            arguments = {
-                "max_new_tokens": options.new,
-                "min_new_tokens": options.new,
-                "do_sample": False,
-                "stopping_criteria": [clock],
-                "attention_mask": torch.ones_like(ids),
-            }
-            theirs["total"].append(seconds(lambda: bare.generate(ids, **arguments)))
-            spent = clock.times[-1] - clock.times[0]
-            theirs["decode"].append(spent / (options.new - 1))
-
-        for call in (measure_ours, measure_bare) if turn % 2 else (measure_bare, measure_ours):
-            call()
-        if turn == 0:  # warms up allocators and kernels
-            ours.clear()
-            theirs.clear()
-    return [
-        {
-            "tokens": length,
-            "what": what,
-            "ours_ms": median_ms(ours[what]),
-            "bare_ms": median_ms(theirs[what]),
-            "ratio": median_ratio(ours[what], theirs[what]),
-            "goal": goal,
-        }
-        for what, goal in GOALS.items()
-    ]
+def _row(length: int, what: str, *sides: list[dict[str, float]]) -> Row:
+    ours, bare = ([taken[what] for taken in side] for side in sides)
+    row = {"tokens": length, "what": what, "ours_ms": median_ms(ours), "bare_ms": median_ms(bare)}
+    return row | {"ratio": median_ratio(ours, bare), "goal": GOALS[what]}
 
 
 def _same_rows(bare: Any, source: DynamicCache) -> DynamicCache:

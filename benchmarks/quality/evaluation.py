@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common.measure import Row, in_process
+from benchmarks.common.material import dtype_name
+from benchmarks.common.measure import Row, in_process, turns
 from benchmarks.quality.evaluation_tasks import make_tasks
-from kvboost.bench.questions.subjects import DTYPES
 
 WORKER = Path(__file__).parent / "evaluation_worker.py"
 MODELS: dict[str, tuple[str, dict[str, str]]] = {
@@ -43,16 +43,14 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
 def _compare(names: list[str], folder: str, options: argparse.Namespace) -> Iterator[Row]:
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     scores: dict[tuple[str, str], dict[str, float]] = {}
-    dtype = str(DTYPES[options.dtype]).removeprefix("torch.")
     common = {"tasks": names, "folder": folder, "limit": options.limit}
-    for turn in range(options.rounds):
-        for kind in options.models if turn % 2 == 0 else options.models[::-1]:
-            name, own = MODELS[kind]
-            arguments = {"pretrained": options.model, "dtype": dtype, **own}
-            outcomes = in_process(WORKER, {"name": name, "arguments": arguments, **common})
-            for task, (score, seconds) in outcomes.items():
-                scores[task, kind] = score
-                times[task, kind].append(seconds)
+    for _, kind in turns(options.models, options.rounds):
+        name, own = MODELS[kind]
+        arguments = {"pretrained": options.model, "dtype": dtype_name(options), **own}
+        outcomes = in_process(WORKER, {"name": name, "arguments": arguments, **common})
+        for task, (score, seconds) in outcomes.items():
+            scores[task, kind] = score
+            times[task, kind].append(seconds)
     for task in names:
         for kind in options.models:
             row = {"task": task, "with": kind, "shots": options.shots, "limit": options.limit}

@@ -237,33 +237,31 @@ def _read_documents(
     """Let the store see each document once, as `encoding` says."""
     before = {"alone": [], "bos": [words.bos_token_id or words.eos_token_id]}
     before["warmed"] = tokens_of(PREFACE, words)
+    chance = random.Random(number)
     if encoding == "same prompt":
         tokens = tokens_of(prompt(item, words), words, item.documents)
         warm_up(tokens, parts, before=[], tenant="")
-        return
-    chance = random.Random(number)
-    if encoding == "prompts, then order":
-        _read_documents(item, others, "other prompts", parts, words, number)
-    if encoding == "planted":
-        _read(Item([PLANTED, *item.documents], "What is this about?", []), parts, words)
-        return
-    if encoding in ("other order", "prompts, then order"):
+    elif encoding in before:
+        for document in item.documents:
+            text = words(document, add_special_tokens=False).input_ids
+            warm_up(text, parts, before=before[encoding], tenant="")
+    elif encoding == "planted":
+        _read([PLANTED, *item.documents], parts, words)
+    elif encoding == "other order":
         order = list(item.documents)
         while order == item.documents:
             chance.shuffle(order)
-        _read(Item(order, "What is this about?", []), parts, words)
-        return
-    for document in item.documents:
-        if encoding in before:
-            text = words(document, add_special_tokens=False).input_ids
-            warm_up(text, parts, before=before[encoding], tenant="")
-            continue
-        # In another prompt: behind one to three documents of other questions.
-        around = chance.sample(others, chance.randint(1, 3))
-        _read(Item([*around, document], "What is this about?", []), parts, words)
+        _read(order, parts, words)
+    elif encoding == "prompts, then order":
+        for each in ("other prompts", "other order"):
+            _read_documents(item, others, each, parts, words, number)
+    else:  # in other prompts, each behind one to three documents of other questions
+        for document in item.documents:
+            _read([*chance.sample(others, chance.randint(1, 3)), document], parts, words)
 
 
-def _read(item: Item, parts: Parts, words: Any) -> None:
+def _read(documents: list[str], parts: Parts, words: Any) -> None:
+    item = Item(documents, "What is this about?", [])
     tokens = tokens_of(prompt(item, words), words, item.documents)
     _, prefilled, _ = timed_prefill(tokens, parts, Terms("exact"), 0)
     keep(prefilled, tokens, parts, tenant="")

@@ -8,17 +8,18 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.material import stream, tokenizer
+from benchmarks.common.material import dtype_name, stream, tokenizer
 from benchmarks.common.measure import Row, median_ms, median_ratio
 from benchmarks.common.tasks import Item, f1, items, prompt
 from benchmarks.serving.vllm_server import VllmServer
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MOST_NEW = 24
+Start = Callable[[dict[str, Any] | None], VllmServer]
 SETTLE_S = 2.0  # before what is timed: the other server may still be writing
 VERDICT = re.compile(r"audit: mean KL ([\d.]+), top-1 ([\d.]+)")
 
@@ -36,30 +37,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Iterator[Row]:
     words = tokenizer(options.model)
+    more = ["--max-model-len", "8192", *options.arguments]
     with tempfile.TemporaryDirectory() as folder:
-        servers = _Servers(Path(folder), options)
+        logs = (Path(folder, f"{number}.log") for number in count())
+
+        def start(connector: dict[str, Any] | None) -> VllmServer:
+            names = options.vllm_python, options.model, next(logs)
+            dtype = dtype_name(options)
+            return VllmServer(*names, connector=connector, dtype=dtype, arguments=more)
+
         for name, part in {"exact": _exact, "texts": _texts, "moved": _moved}.items():
             if name in options.parts:
-                yield from part(servers, words, options)
+                yield from part(start, words, options)
 
 
-class _Servers:
-    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
-        self._folder, self._options, self._count = folder, options, 0
-
-    def start(self, connector: dict[str, Any] | None) -> VllmServer:
-        self._count += 1
-        return VllmServer(
-            self._options.vllm_python,
-            self._options.model,
-            self._folder / f"{self._count}.log",
-            connector=connector,
-            dtype=DTYPES[self._options.dtype],
-            arguments=["--max-model-len", "8192", *self._options.arguments],
-        )
-
-
-def _exact(servers: _Servers, words: Any, options: argparse.Namespace) -> list[Row]:
+def _exact(start: Start, words: Any, options: argparse.Namespace) -> list[Row]:
     """First token of prompts that are new, that are in our memory, and in Redis after a restart."""
     times: dict[tuple[int, str], list[float]] = {}
 
@@ -74,9 +66,9 @@ def _exact(servers: _Servers, words: Any, options: argparse.Namespace) -> list[R
     ]
     from servers import redis_server  # noqa: PLC0415 - needs pytest
 
-    with redis_server() as redis, servers.start(None) as alone:
+    with redis_server() as redis, start(None) as alone:
         url = f"redis://127.0.0.1:{redis.port}"
-        ours = servers.start({"cache_url": url, "tier_deadline_ms": 5000})
+        ours = start({"cache_url": url, "tier_deadline_ms": 5000})
         for server in (alone, ours):  # whatever is done once
             server.complete(stream(words, 600, 10**6))
         for number, tokens in enumerate(asked):
@@ -88,7 +80,7 @@ def _exact(servers: _Servers, words: Any, options: argparse.Namespace) -> list[R
             ask(ours, "memory", tokens)
             print(f"exact {number + 1}/{len(asked)}", flush=True)
         ours.stop()
-        with servers.start({"cache_url": url, "tier_deadline_ms": 5000}) as ours:
+        with start({"cache_url": url, "tier_deadline_ms": 5000}) as ours:
             ours.complete(stream(words, 600, 10**6 + 1))
             for tokens in asked:
                 ask(ours, "redis after restart", tokens)
@@ -105,11 +97,11 @@ def _exact(servers: _Servers, words: Any, options: argparse.Namespace) -> list[R
     ]
 
 
-def _texts(servers: _Servers, words: Any, options: argparse.Namespace) -> list[Row]:
+def _texts(start: Start, words: Any, options: argparse.Namespace) -> list[Row]:
     """How many greedy texts are those of a cold vLLM: its own from its prefix cache, and ours."""
     asked = [stream(words, 320, number) for number in range(options.prompts)]
     said = {}
-    with servers.start(None) as alone, servers.start({}) as ours:
+    with start(None) as alone, start({}) as ours:
         for server, name in ((alone, "vllm"), (ours, "ours")):
             for state in ("cold", "warm"):
                 said[name, state] = [server.complete(each, most=MOST_NEW).text for each in asked]
@@ -127,12 +119,12 @@ def _texts(servers: _Servers, words: Any, options: argparse.Namespace) -> list[R
     ]
 
 
-def _moved(servers: _Servers, words: Any, options: argparse.Namespace) -> list[Row]:
+def _moved(start: Start, words: Any, options: argparse.Namespace) -> list[Row]:
     """RAG prompts whose passages were read before in other prompts, in other orders."""
     made = items(options.task, options.prompts, options.data, options.documents)
     ours_s, theirs_s, lengths, scores, full_scores = [], [], [], [], []
     same = 0
-    with servers.start(None) as alone, servers.start(_AUDITED) as ours:
+    with start(None) as alone, start(_AUDITED) as ours:
         for server in (alone, ours):
             server.complete(stream(words, 600, 10**6))
         for number, item in enumerate(made):

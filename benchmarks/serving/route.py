@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.common.material import engine_of, stream
+from benchmarks.common.material import dtype_name, engine_of, stream
 from benchmarks.common.measure import Row, median_ms, median_ratio
 from kvboost import KVBoost, Sampling
-from kvboost.bench.questions.subjects import DTYPES
 from kvboost.engine.results import Delta
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def _client(options: argparse.Namespace) -> Iterator[OpenAI]:
 
     from servers import kvboost_server  # noqa: PLC0415 - needs pytest
 
-    flags = ("--dtype", str(DTYPES[options.dtype]).removeprefix("torch."))
+    flags = ("--dtype", dtype_name(options))
     with (
         tempfile.TemporaryDirectory() as folder,
         kvboost_server(options.model, Path(folder) / "log", *flags) as server,

@@ -16,9 +16,11 @@ import contextlib
 import json
 import random
 import socket
+import statistics
 import time
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -32,31 +34,41 @@ from benchmarks.serving.soak_questions import (
     tellable,
     text_of,
 )
-from benchmarks.serving.soak_verdict import (
-    ABORTED,
-    EXPECTED,
-    GAVE_UP,
-    Tally,
-    fault_of,
-    growth,
-)
 
-WEIGHTS = {
-    "whole": 30,
-    "stream": 30,
-    "slow": 8,
-    "abort": 15,
-    "deadline": 2,
-    "oversize": 2,
-    "malformed": 6,
-    "invalid": 5,
+ABORTED = 0  # instead of a status: we hung up ourselves, before or while the answer came
+GAVE_UP = -1  # no answer, or half of one
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of request."""
+
+    weight: int  # how often it is sent
+    expected: frozenset[int]  # statuses that it may have
+    must_happen: int | None  # the one that must be seen at least once, or it tested nothing
+
+
+_BUSY = frozenset({503, 504})
+KINDS = {
+    "whole": Kind(30, _BUSY | {200}, 200),
+    "stream": Kind(30, _BUSY | {200}, 200),
+    "slow": Kind(8, _BUSY | {200}, 200),
+    "abort": Kind(15, _BUSY | {ABORTED}, ABORTED),
+    "deadline": Kind(2, _BUSY, 504),
+    # The server may hang up on what it does not want to read.
+    "oversize": Kind(2, frozenset({413, ABORTED}), 413),
+    "malformed": Kind(6, frozenset({400}), 400),
+    "invalid": Kind(5, frozenset({400}), None),
+    "burst": Kind(0, _BUSY | {200}, 503),  # more at once than batch and queue hold
 }
 ANSWER_S = 300.0  # whoever waits longer gives up, which is a fault
 SETTLE_S = 60.0  # for the last requests to end when the clients are gone
 SAMPLE_S = 1.0
 RETRY_S = 1.0
 PAUSE_S = 1.0  # of a slow reader, at most
-LONG_TOKENS = 2000  # more than a server can write before its deadline
+MAX_EXAMPLES = 20
+# More than a server can write before its deadline.
+LONG = {"max_tokens": 2000, "ignore_eos": True}
 OVERSIZE_BYTES = 12 * 2**20
 MALFORMED = (
     b"",
@@ -68,14 +80,15 @@ MALFORMED = (
     b'{"messages": [' * 2000,
     b'{"prompt": "\\ud800", "max_tokens": 1',
 )
-INVALID: tuple[dict[str, Any], ...] = (
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+INVALID: tuple[dict[str, Any], ...] = (  # changes of HELLO
     {"messages": []},
     {"messages": "hello"},
     {"messages": [{"role": "nobody", "content": "hello"}]},
-    {"messages": [{"role": "user", "content": "hello"}], "temperature": -1},
-    {"messages": [{"role": "user", "content": "hello"}], "max_tokens": -5},
-    {"messages": [{"role": "user", "content": "hello"}], "max_tokens": "many"},
-    {"messages": [{"role": "user", "content": "hello"}], "top_p": 7},
+    {"temperature": -1},
+    {"max_tokens": -5},
+    {"max_tokens": "many"},
+    {"top_p": 7},
 )
 
 Client = httpx.AsyncClient
@@ -99,6 +112,42 @@ def run(options: argparse.Namespace) -> list[Row]:
     return [asyncio.run(Soak(options).run())]
 
 
+@dataclass
+class Tally:
+    """Counts of what came back, and the first of what should not have."""
+
+    statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
+    num_faults: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, kind: str, status: int, fault: str = "") -> None:
+        """Note a request that is over; `fault` says what is wrong with its answer."""
+        self.statuses[kind, status] += 1
+        if status not in KINDS[kind].expected:
+            fault = f"status {status}" + (f": {fault}" if fault else "")
+        if fault:
+            self.num_faults += 1
+            if len(self.examples) < MAX_EXAMPLES:
+                self.examples.append(f"{kind}: {fault}")
+
+    def by_kind(self) -> dict[str, dict[str, int]]:
+        """Counts of statuses for each kind, for a report."""
+        found: dict[str, dict[str, int]] = {}
+        for (kind, status), number in sorted(self.statuses.items()):
+            found.setdefault(kind, {})[str(status)] = number
+        return found
+
+    def violations(self) -> list[str]:
+        """What was wrong, as sentences; empty if nothing was."""
+        missing = [
+            f"no {kind} request got a {status}: it tested nothing"
+            for kind, status in ((kind, KINDS[kind].must_happen) for kind in self.by_kind())
+            if status is not None and not self.statuses[kind, status]
+        ]
+        wrong = [f"{self.num_faults} wrong answers"] if self.num_faults else []
+        return wrong + missing
+
+
 class Soak:
     """One run against one server."""
 
@@ -114,17 +163,15 @@ class Soak:
         """Ask alone, then all at once, then look at what is left."""
         options = self._options
         async with self._client() as client, self._client(small_buffers=True) as slow:
-            self._client_of = {kind: slow if kind == "slow" else client for kind in WEIGHTS}
-            self._client_of["burst"] = client
+            self._client_of = {kind: slow if kind == "slow" else client for kind in KINDS}
             await self._prepare(client)
             started = time.monotonic()
             self._stop_at = started + 60 * options.minutes
-            watchers = [asyncio.create_task(self._watch_memory())]
+            watcher = asyncio.create_task(self._watch_memory())
             work = [self._visit(number) for number in range(options.clients)]
             await asyncio.gather(*work, self._bursts())
             minutes = (time.monotonic() - started) / 60
-            for watcher in watchers:
-                watcher.cancel()
+            watcher.cancel()
             violations = self._tally.violations() + await self._left_behind(client)
         grown = growth(self._memory_mb) if len(self._memory_mb) >= 3 else None
         if grown is not None and grown > options.max_growth:
@@ -132,7 +179,7 @@ class Soak:
         return {
             "clients": options.clients,
             "minutes": round(minutes, 2),
-            "requests": self._tally.num_requests,
+            "requests": self._tally.statuses.total(),
             "statuses": self._tally.by_kind(),
             "questions": len(self._pool),
             "growth": None if grown is None else round(grown, 4),
@@ -177,9 +224,10 @@ class Soak:
 
     async def _visit(self, number: int) -> None:
         chance = random.Random(f"{self._options.seed} {number}")
+        weights = [kind.weight for kind in KINDS.values()]
         await asyncio.sleep(chance.random())
         while time.monotonic() < self._stop_at:
-            (kind,) = chance.choices(list(WEIGHTS), list(WEIGHTS.values()))
+            (kind,) = chance.choices(list(KINDS), weights)
             status = await self._ask(kind, chance)
             if status == 503:
                 await asyncio.sleep(RETRY_S * (0.5 + chance.random()))
@@ -195,14 +243,13 @@ class Soak:
     async def _ask(self, kind: str, chance: random.Random) -> int:
         """One request of a kind; what came of it is counted."""
         act = {
-            "malformed": self._malformed,
-            "invalid": self._invalid,
-            "oversize": self._oversize,
-            "deadline": self._deadline,
-            "whole": self._whole,
-            "burst": self._whole,
+            "stream": self._streamed,
+            "slow": self._streamed,
             "abort": self._aborted,
-        }.get(kind, self._streamed)
+            "oversize": self._bad,
+            "malformed": self._bad,
+            "invalid": self._bad,
+        }.get(kind, self._whole)
         try:
             status, fault = await act(self._client_of[kind], kind, chance)
         except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
@@ -212,7 +259,8 @@ class Soak:
 
     async def _whole(self, client: Client, kind: str, chance: random.Random) -> Outcome:
         question = chance.choice(self._pool)
-        reply = await client.post(question.path, json=question.body)
+        body = question.body | (LONG if kind == "deadline" else {})
+        reply = await client.post(question.path, json=body)
         if reply.status_code != 200:
             return _refused(kind, reply)
         return 200, _difference(question, text_of(reply.json()["choices"][0]))
@@ -245,33 +293,19 @@ class Soak:
             reply = await asyncio.wait_for(client.post(COMPLETIONS, json=body), wait_s)
         except asyncio.TimeoutError:
             return ABORTED, ""
-        is_fine = reply.status_code == 200
-        return (ABORTED, "") if is_fine else _refused(kind, reply)
+        return (ABORTED, "") if reply.status_code == 200 else _refused(kind, reply)
 
-    async def _deadline(self, client: Client, kind: str, chance: random.Random) -> Outcome:
-        question = chance.choice(self._pool)
-        body = question.body | {"max_tokens": LONG_TOKENS, "ignore_eos": True}
-        reply = await client.post(question.path, json=body)
-        return (200, "") if reply.status_code == 200 else _refused(kind, reply)
-
-    async def _oversize(self, client: Client, kind: str, chance: random.Random) -> Outcome:
-        body = b'{"prompt": "' + b"x" * OVERSIZE_BYTES + b'"}'
-        with contextlib.suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
-            headers = {"Content-Type": "application/json"}
-            reply = await client.post(CHAT, content=body, headers=headers)
-            return _refused(kind, reply)
-        return ABORTED, ""
-
-    async def _malformed(self, client: Client, kind: str, chance: random.Random) -> Outcome:
+    async def _bad(self, client: Client, kind: str, chance: random.Random) -> Outcome:
+        body = {"model": self._pool[0].body["model"], **HELLO}
+        content = {
+            "oversize": b'{"prompt": "' + b"x" * OVERSIZE_BYTES + b'"}',
+            "malformed": chance.choice(MALFORMED),
+            "invalid": json.dumps(body | chance.choice(INVALID)).encode(),
+        }[kind]
         headers = {"Content-Type": "application/json"}
-        body = chance.choice(MALFORMED)
-        reply = await client.post(CHAT, content=body, headers=headers)
-        return _refused(kind, reply)
-
-    async def _invalid(self, client: Client, kind: str, chance: random.Random) -> Outcome:
-        body = chance.choice(INVALID) | {"model": self._pool[0].body["model"]}
-        reply = await client.post(CHAT, json=body)
-        return _refused(kind, reply)
+        with contextlib.suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
+            return _refused(kind, await client.post(CHAT, content=content, headers=headers))
+        return ABORTED, ""
 
     async def _watch_memory(self) -> None:
         while self._options.pid is not None and time.monotonic() < self._stop_at:
@@ -299,7 +333,7 @@ async def _batch(client: Client) -> dict[str, int]:
 
 def _refused(kind: str, reply: httpx.Response) -> Outcome:
     """Status and fault of an answer that is no completion."""
-    is_expected = reply.status_code in EXPECTED[kind]
+    is_expected = reply.status_code in KINDS[kind].expected
     return reply.status_code, fault_of(reply) or ("" if is_expected else reply.text[:200])
 
 
@@ -323,3 +357,26 @@ def _difference(question: Question, text: str) -> str:
     if text == question.answer:
         return ""
     return f"seed {question.body['seed']}: {text!r} instead of {question.answer!r}"
+
+
+def growth(samples: Sequence[float]) -> float:
+    """Last third against the second third: 0.05 is 5 % more memory."""
+    third = len(samples) // 3
+    if third == 0:
+        raise ValueError(f"{len(samples)} samples: too few for thirds")
+    return statistics.mean(samples[2 * third :]) / statistics.mean(samples[third : 2 * third]) - 1
+
+
+def fault_of(reply: httpx.Response) -> str:
+    """What is wrong with an answer other than 200, empty if nothing is."""
+    if "Traceback (most recent" in reply.text:
+        return f"a stack trace: {reply.text[:200]}"
+    try:
+        message = reply.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = None
+    if not message:
+        return f"not an OpenAI error: {reply.text[:200]}"
+    if reply.status_code == 503 and "retry-after" not in reply.headers:
+        return "a 503 without Retry-After"
+    return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from abc import ABC, abstractmethod
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 Queue = OrderedDict[int, None]
@@ -27,44 +27,6 @@ class Cache(ABC):
 
     def access(self, block: int) -> None:
         raise NotImplementedError
-
-
-class LRU(Cache):
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        self._blocks: Queue = OrderedDict()
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._blocks
-
-    def access(self, block: int) -> None:
-        self._blocks[block] = None
-        self._blocks.move_to_end(block)
-        if len(self._blocks) > self.num_blocks:
-            self._blocks.popitem(last=False)
-
-
-class LFU(Cache):
-    """By number of uses while here, then by age."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        self._uses: dict[int, int] = {}
-        self._queues: defaultdict[int, Queue] = defaultdict(OrderedDict)
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._uses
-
-    def access(self, block: int) -> None:
-        uses = self._uses.pop(block, 0)
-        if uses:
-            del self._queues[uses][block]
-        elif len(self._uses) == self.num_blocks:
-            least = next(n for n in range(1, max(self._queues) + 1) if self._queues.get(n))
-            victim, _ = self._queues[least].popitem(last=False)
-            del self._uses[victim]
-        self._uses[block] = uses + 1
-        self._queues[uses + 1][block] = None
 
 
 class ARC(Cache):
@@ -225,20 +187,35 @@ class Ranked(Cache):
         super().__init__(num_blocks)
         self._ranks: dict[int, tuple[float, float]] = {}
         self._heap: list[tuple[tuple[float, float], int]] = []
+        self._now = 0
 
     def __contains__(self, block: int) -> bool:
         return block in self._ranks
+
+    def access(self, block: int) -> None:
+        self._now += 1
+        if block not in self and len(self._ranks) == self.num_blocks:
+            self._evict()
+        self._set(block, (self._worth(block), self._now))
+
+    def _worth(self, block: int) -> float:
+        """What a block that is used now is ranked by; of equal ones, the latest use is last."""
+        return 0.0
 
     def _set(self, block: int, rank: tuple[float, float]) -> None:
         self._ranks[block] = rank
         heapq.heappush(self._heap, (rank, block))
 
-    def _evict(self) -> tuple[int, tuple[float, float]]:
+    def _evict(self) -> float:
         while True:
             rank, block = heapq.heappop(self._heap)
             if self._ranks.get(block) == rank:
                 del self._ranks[block]
-                return block, rank
+                return rank[0]
+
+
+class LRU(Ranked):
+    """By the last use, as blocks without a worth are."""
 
 
 class LRU2(Ranked):
@@ -247,15 +224,18 @@ class LRU2(Ranked):
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         self._last: dict[int, int] = {}
-        self._now = 0
 
-    def access(self, block: int) -> None:
-        self._now += 1
-        if block not in self and len(self._ranks) == self.num_blocks:
-            self._evict()
+    def _worth(self, block: int) -> float:
         before = self._last.get(block, 0)
         self._last[block] = self._now
-        self._set(block, (before, self._now))
+        return before
+
+
+class LFU(Ranked):
+    """By number of uses while here, then by age."""
+
+    def _worth(self, block: int) -> float:
+        return self._ranks[block][0] + 1 if block in self else 1
 
 
 class GDSF(Ranked):
@@ -265,15 +245,14 @@ class GDSF(Ranked):
         super().__init__(num_blocks)
         self._uses: dict[int, int] = {}
         self._floor = 0.0
-        self._now = 0
 
-    def access(self, block: int) -> None:
-        self._now += 1
-        if block not in self and len(self._ranks) == self.num_blocks:
-            victim, (self._floor, _) = self._evict()
-            del self._uses[victim]
-        self._uses[block] = self._uses.get(block, 0) + 1
-        self._set(block, (self._floor + self._uses[block], self._now))
+    def _worth(self, block: int) -> float:
+        self._uses[block] = self._uses[block] + 1 if block in self else 1
+        return self._floor + self._uses[block]
+
+    def _evict(self) -> float:
+        self._floor = super()._evict()
+        return self._floor
 
 
 class Clairvoyant(Ranked):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.measure import Row, seconds
+from benchmarks.common.measure import Row, seconds, turns
 from kvboost.core import FrameKey, PrefixKey
 from kvboost.tiers.base import Tier
 from kvboost.tiers.mooncake import MooncakeTier
@@ -45,6 +45,7 @@ class BareRedis:
         from redis import Redis  # noqa: PLC0415
 
         self._client = Redis.from_url(url)
+        self.close = self._client.close
 
     def put(self, frames: dict[FrameKey, memoryview]) -> Any:
         for key, frame in frames.items():
@@ -55,9 +56,6 @@ class BareRedis:
 
     def discard(self, keys: list[FrameKey]) -> None:
         self._client.delete(*keys)
-
-    def close(self) -> None:
-        self._client.close()
 
 
 class PipelinedRedis(BareRedis):
@@ -81,6 +79,7 @@ class BareMooncake:
         self._store = tier._new_store()  # noqa: SLF001
         arguments = ("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", f"{host}:{port}")
         assert self._store.setup(*arguments) == 0
+        self.close = self._store.close
 
     def put(self, frames: dict[FrameKey, memoryview]) -> Any:
         assert self._store.put_batch([key.hex() for key in frames], list(frames.values())) == 0
@@ -90,9 +89,6 @@ class BareMooncake:
 
     def discard(self, keys: list[FrameKey]) -> None:
         self._store.batch_remove([key.hex() for key in keys], force=True)
-
-    def close(self) -> None:
-        self._store.close()
 
 
 class RegisteredMooncake(BareMooncake):
@@ -144,14 +140,13 @@ def _measure(url: str, ways: dict[str, Any], size_bytes: int, num_rounds: int) -
         PrefixKey(os.urandom(32)): memoryview(os.urandom(size_bytes)) for _ in range(num_frames)
     }
     taken: dict[tuple[str, str], list[float]] = {}
-    for number in range(num_rounds + 1):
-        for name in list(ways)[:: 1 if number % 2 else -1]:
-            way = ways[name]
-            times = (seconds(lambda: way.put(frames)), seconds(lambda: way.get(list(frames))))  # noqa: B023
-            way.discard(list(frames))
-            if number:  # the first round connects and touches the server's memory
-                for action, time_s in zip(("put", "get"), times, strict=True):
-                    taken.setdefault((action, name), []).append(time_s)
+    for number, (name, way) in turns(list(ways.items()), num_rounds + 1):
+        put_s = seconds(lambda: way.put(frames))  # noqa: B023
+        get_s = seconds(lambda: way.get(list(frames)))  # noqa: B023
+        way.discard(list(frames))
+        if number:  # the first round connects and touches the server's memory
+            taken.setdefault(("put", name), []).append(put_s)
+            taken.setdefault(("get", name), []).append(get_s)
     for action in ("put", "get"):
         for name in list(ways)[1:]:
             ours, theirs = taken[action, "tier"], taken[action, name]

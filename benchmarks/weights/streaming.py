@@ -14,16 +14,22 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from benchmarks.common.measure import Row, in_process, seconds
+from benchmarks.common.measure import Row, in_process, seconds, turns
 from benchmarks.weights.random_checkpoint import SHAPES, save_random
-from benchmarks.weights.streaming_worker import ENGINES
 
 GB = 10**9
+ENGINES = {
+    "ours": "layer streaming",
+    "accelerate": "accelerate's offload to the disk, with the same budget on the CPU",
+    "accelerate-cpu": "accelerate's offload to the CPU: all weights in memory",
+    "whole": "Transformers with all weights in memory",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,14 +57,13 @@ def _measure(folder: Path, options: argparse.Namespace) -> Iterator[Row]:
     engines = options.engines.split(",")
     runs: dict[str, list[Row]] = {engine: [] for engine in engines}
     memory, disk = [], []
-    for turn in range(options.rounds):
-        for engine in engines if turn % 2 == 0 else engines[::-1]:
-            if turn == 0 or options.memory_limit:  # a group pays for what it reads first
-                _forget(files)
-            memory.append(_memcpy_gb_s())
-            disk.append(_disk_gb_s(files[0]))
-            runs[engine].append(_in_process(engine, folder, options))
-            print(f"{engine}: {json.dumps(runs[engine][-1])}", file=sys.stderr)
+    for turn, engine in turns(engines, options.rounds):
+        if turn == 0 or options.memory_limit:  # a group pays for what it reads first
+            _forget(files)
+        memory.append(_memcpy_gb_s())
+        disk.append(_disk_gb_s(files[0]))
+        runs[engine].append(_in_process(engine, folder, options))
+        print(f"{engine}: {json.dumps(runs[engine][-1])}", file=sys.stderr)
     first_s = median(each["seconds_per_token"] for each in runs[engines[0]])
     for engine, done in runs.items():
         token_s = median(each["seconds_per_token"] for each in done)
@@ -92,11 +97,22 @@ def _in_process(engine: str, folder: Path, options: argparse.Namespace) -> Row:
         "engine": engine,
         "folder": str(folder),
         "budget_bytes": int(options.budget * GB),
-        "memory_limit_bytes": options.memory_limit and int(options.memory_limit * GB),
         "new_tokens": options.new_tokens,
         "prefix": options.prefix,
     }
-    return in_process(Path(__file__).with_name("streaming_worker.py"), task)
+    limit = options.memory_limit and partial(_limit_memory, int(options.memory_limit * GB))
+    return in_process(Path(__file__).with_name("streaming_worker.py"), task, limit)
+
+
+def _limit_memory(size_bytes: int) -> None:
+    """Put this process into a control group of its own (needs root)."""
+    root = Path("/sys/fs/cgroup")
+    is_first = (root / "memory").is_dir()
+    group = (root / "memory" if is_first else root) / f"kvboost-{os.getpid()}"
+    group.mkdir()
+    name = "memory.limit_in_bytes" if is_first else "memory.max"
+    (group / name).write_text(str(size_bytes))
+    (group / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def _forget(files: list[Path]) -> None:

@@ -3,46 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
+import random
 import sys
 import tempfile
 import time
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-ENGINES = {
-    "ours": "layer streaming",
-    "accelerate": "accelerate's offload to the disk, with the same budget on the CPU",
-    "accelerate-cpu": "accelerate's offload to the CPU: all weights in memory",
-    "whole": "Transformers with all weights in memory",
-}
+import torch
+from accelerate import cpu_offload
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from benchmarks.common.measure import Peak, memory_mb
+from kvboost import KVBoost
+from kvboost.bench.questions.subjects import TokenClock
+from kvboost.models.load import load
+from kvboost.weights.stream import streamed
+
 GB = 10**9
-
-
-def limit_memory(size_bytes: int) -> None:
-    """Put this process into a control group of its own (needs root)."""
-    root = Path("/sys/fs/cgroup")
-    is_first = (root / "memory").is_dir()
-    group = (root / "memory" if is_first else root) / f"kvboost-{os.getpid()}"
-    group.mkdir()
-    name = "memory.limit_in_bytes" if is_first else "memory.max"
-    (group / name).write_text(str(size_bytes))
-    (group / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def main() -> None:
     task = json.loads(sys.argv[1])
-    if task["memory_limit_bytes"]:
-        limit_memory(task["memory_limit_bytes"])
-    import torch  # noqa: PLC0415
-    from transformers.utils import logging  # noqa: PLC0415
-
-    from benchmarks.common.measure import Peak, memory_mb  # noqa: PLC0415
-    from kvboost.models.load import load  # noqa: PLC0415
-
     logging.disable_progress_bar()
     torch.zeros(8, 8) @ torch.zeros(8, 8)
     of_files, other = (Peak(partial(memory_mb, kind), 0.002) for kind in ("RssFile", "RssAnon"))
@@ -79,9 +64,6 @@ def main() -> None:
 
 
 def load_other(task: dict[str, Any], scratch: str) -> tuple[Any, Any]:
-    from accelerate import cpu_offload  # noqa: PLC0415
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
-
     arguments: dict[str, Any] = {}
     if task["engine"] == "accelerate":
         memory = {"cpu": task["budget_bytes"]}
@@ -94,10 +76,6 @@ def load_other(task: dict[str, Any], scratch: str) -> tuple[Any, Any]:
 
 def decode(model: Any, num_new: int) -> tuple[list[int], float]:
     """Greedy tokens, and the median time of one; the first forwards are not counted."""
-    import torch  # noqa: PLC0415
-
-    from kvboost.bench.questions.subjects import TokenClock  # noqa: PLC0415
-
     ids = torch.arange(5, 21)[None]
     clock = TokenClock()
     output = model.generate(
@@ -113,10 +91,6 @@ def decode(model: Any, num_new: int) -> tuple[list[int], float]:
 
 def streamed_per_forward(model: Any) -> float:
     """GB that one more forward brings in."""
-    import torch  # noqa: PLC0415
-
-    from kvboost.weights.stream import streamed  # noqa: PLC0415
-
     weights = streamed(model)
     if weights is None:
         return 0.0
@@ -128,10 +102,6 @@ def streamed_per_forward(model: Any) -> float:
 
 def first_tokens(model: Any, tokenizer: Any, num_prefix: int) -> tuple[float, float]:
     """Time to the first token of a prompt whose beginning is new, and of one where it is known."""
-    import random  # noqa: PLC0415
-
-    from kvboost import KVBoost  # noqa: PLC0415
-
     words = random.Random(1)
     prefix = [words.randrange(5, 250) for _ in range(num_prefix)]
     with KVBoost(model, tokenizer) as engine:

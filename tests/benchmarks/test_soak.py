@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.common.measure import resident_mb
 from benchmarks.serving import soak
+from benchmarks.serving.soak import ABORTED, GAVE_UP, Tally, growth
 from benchmarks.serving.soak_questions import Question, make_questions, tellable, text_of
-from benchmarks.serving.soak_verdict import ABORTED, GAVE_UP, Tally, growth
 from fake_openai import NUM_ALONE, FakeServer, serving
 
 
@@ -33,8 +34,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "SAMPLE_S", 0.05)
     monkeypatch.setattr(soak, "PAUSE_S", 0.01)
     monkeypatch.setattr(soak, "OVERSIZE_BYTES", 2**21)
-    even = dict.fromkeys(soak.WEIGHTS, 5) | {"whole": 20, "stream": 20}
-    monkeypatch.setattr(soak, "WEIGHTS", even)
+    weights = dict.fromkeys(soak.KINDS, 5) | {"whole": 20, "stream": 20, "burst": 0}
+    even = {name: replace(kind, weight=weights[name]) for name, kind in soak.KINDS.items()}
+    monkeypatch.setattr(soak, "KINDS", even)
 
 
 def test_a_good_server_passes() -> None:

@@ -1,12 +1,18 @@
-"""Random request bodies: good ones that something was done to."""
+"""Random request bodies, good ones that something was done to, and a client that sends them."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
+
+import httpx
+
+from benchmarks.serving.soak import fault_of
 
 CHAT, COMPLETIONS, WARM = "/v1/chat/completions", "/v1/completions", "/v1/warm"
 PIN, DELETE = "/v1/cache/pin", "/v1/cache/delete"
@@ -55,8 +61,52 @@ LARGEST_BYTES = 4 * 2**20  # a server may hang up on what it does not want to re
 NEEDED = {"model", "messages", "prompt", "max_tokens", "text"}
 NEEDS = {"stream_options": "stream", "top_logprobs": "logprobs", "tool_choice": "tools"}
 EXCLUDES = {"tools": "response_format", "logprobs": "echo"}
+ALLOWED = {200, 400, 404, 413, 422, 429, 503, 504}
+PATIENCE_S = 20.0  # a body that is good may ask for a long answer: we hang up
+MAX_EXAMPLES = 20
+HUNG_UP = "hung up"
 
 Body = dict[str, Any]
+
+
+async def fuzz(client: httpx.AsyncClient, num_bodies: int, num_clients: int) -> Body:
+    """Send bodies by several clients: how often which status came, and what should not have."""
+    model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
+    statuses: Counter[str] = Counter()
+    faults: list[str] = []
+    numbers = iter(range(num_bodies))
+
+    async def work() -> None:
+        for number in numbers:  # shared: each client takes the next one
+            path, body = random_request(random.Random(number), model)
+            status, fault = await _send(client, path, body)
+            statuses[status] += 1
+            if fault:
+                faults.append(f"body {number}: {fault}; sent {body[:300]!r}")
+
+    await asyncio.gather(*(work() for _ in range(num_clients)))
+    health = await client.get("/health")
+    if health.status_code != 200:
+        faults.append(f"/health answers {health.status_code} afterwards")
+    return {"statuses": statuses, "violations": faults[:MAX_EXAMPLES]}
+
+
+async def _send(client: httpx.AsyncClient, path: str, body: bytes) -> tuple[str, str]:
+    headers = {"Content-Type": "application/json"}
+    try:
+        reply = await client.post(path, content=body, headers=headers)
+    except httpx.ReadTimeout:
+        return HUNG_UP, ""
+    except httpx.HTTPError as error:
+        return "lost", repr(error)
+    return str(reply.status_code), wrong_with(reply)
+
+
+def wrong_with(reply: httpx.Response) -> str:
+    """What a client should not have got; empty if it is all right."""
+    if reply.status_code not in ALLOWED:
+        return f"status {reply.status_code}: {reply.text[:200]}"
+    return "" if reply.status_code == 200 else fault_of(reply)
 
 
 def random_request(chance: random.Random, model: str) -> tuple[str, bytes]:
