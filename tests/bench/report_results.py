@@ -6,7 +6,8 @@ import random
 import sys
 from pathlib import Path
 
-from kvboost.bench.report.names import METRICS, OURS, PHASES, SYSTEMS, WORKLOADS
+from kvboost.bench.names import WORKLOADS
+from kvboost.bench.report.reading import METRICS, OURS, PHASES, SYSTEMS
 from kvboost.bench.report.write import write_report
 
 # Time to the first token against generate(): cold, warm, moved; decoding against generate(); top-1.
@@ -39,7 +40,7 @@ def _compared(rng, workload, phase, metric):
     tokens = TOKENS.get(workload, 1060)
     found = {}
     for system, (*by_phase, decode, top1) in FACTORS.items():
-        first = 0.6 * tokens * by_phase[PHASES.index(phase)] * rng.uniform(0.92, 1.1)
+        first = 0.6 * tokens * by_phase[list(PHASES).index(phase)] * rng.uniform(0.92, 1.1)
         answer = first + (300 * decode if metric == "total" else 0)
         found[system] = (answer, top1 - (0.01 if phase == "moved" else 0))
     pairs = [(s, "transformers") for s in found if s != "transformers"]
@@ -75,7 +76,9 @@ def stages():
     for system in ("kvboost-auto", "kvboost-exact"):
         for workload in ("all", *WORKLOADS):
             for phase in PHASES:
-                forward = 0.6 * TOKENS.get(workload, 1060) * FACTORS[system][PHASES.index(phase)]
+                forward = (
+                    0.6 * TOKENS.get(workload, 1060) * FACTORS[system][list(PHASES).index(phase)]
+                )
                 times = {
                     "tokenize": 0.4,
                     "wait": 0.2,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvboost.bench.records import Line
-from kvboost.bench.report.names import BASELINE, COMPARED_WITH_ALL, POOLED
+from kvboost.bench.report.reading import BASELINE, COMPARED_WITH_ALL, POOLED
 from kvboost.bench.statistics import compare
 
 CONNECTED = ("vllm-kvboost", "vllm")

@@ -27,6 +27,11 @@ class Bar:
     high: float | None
     text: str
 
+    @property
+    def ends(self) -> list[float]:
+        """All that must lie on the axis."""
+        return [v for v in (self.value, self.low, self.high) if v is not None]
+
 
 @dataclass(frozen=True)
 class Line:
@@ -79,8 +84,7 @@ def bars(rows: Sequence[Bar], scale: Scale, title: str, over: Sequence[float] = 
     """
     left = 8 + max(svg.text_width(row.label) for row in rows)
     right = _RIGHT - max(svg.text_width(row.text) for row in rows) - 6
-    ends = [v for row in rows for v in (row.value, row.low, row.high) if v is not None]
-    axis = _scaled([*ends, *over], scale, left, right)
+    axis = _scaled([*(v for row in rows for v in row.ends), *over], scale, left, right)
     bottom = ROW * len(rows) + 6
     marks = svg.x_axis(axis, 2, bottom, scale.title)
     for number, row in enumerate(rows):
