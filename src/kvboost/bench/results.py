@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics as plain
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -117,7 +116,7 @@ def _compared(
             "system": system,
             "baseline": baseline,
             "metric": metric,
-            **asdict(compare(times)),
+            **compare(times),
             **quality,
         }
 

@@ -95,7 +95,7 @@ class Script:
         with _bar(len(left), "judging") as bar:
             for workload, number, answer in left:
                 ask = asks[workload, number]
-                verdict = asdict(judge.verdict(ask.tokens, answer))
+                verdict = judge.verdict(ask.tokens, answer)
                 judged = {"workload": workload, "ask": number, "answer": list(answer), **verdict}
                 judged["score"] = self._score(ask, answer)
                 records.append(self._raw, [{"kind": "judged", **judged}])

@@ -40,23 +40,17 @@ class Continuous(loop.System):
         self._count = 0
         self._start()
 
-    def versions(self) -> dict[str, str]:
-        """Of torch and Transformers."""
-        return loop.installed("torch", "transformers")
-
     def forget(self) -> None:
         """Start anew: its pages cannot be emptied."""
         self.close()
         self._start()
 
     def ask(self, tokens: list[int], num_new: int) -> loop.Answer:
-        """Answer one prompt."""
         started = time.perf_counter()
         (seen,) = self._collect([self._submit(tokens, num_new)])
         return loop.Answer(seen.first_at - started, seen.ended - started, seen.tokens)
 
     def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Served]:
-        """All prompts join the batch as they come."""
         first = self._count + 1
         names = [_name(first + number) for number in range(len(requests))]
         times = list[float]()
@@ -76,7 +70,6 @@ class Continuous(loop.System):
         ]
 
     def close(self) -> None:
-        """Stop the manager."""
         self._manager.stop(block=True)
 
     def _start(self) -> None:

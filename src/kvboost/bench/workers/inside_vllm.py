@@ -57,8 +57,7 @@ class Vllm(loop.System):
         self._count = 0
 
     def versions(self) -> dict[str, str]:
-        """Of vLLM and what it runs on."""
-        return {"vllm": self._version, **loop.installed("torch", "transformers")}
+        return {"vllm": self._version, **super().versions()}
 
     def forget(self) -> None:
         """Empty the prefix cache, once all blocks were given back."""
@@ -70,7 +69,6 @@ class Vllm(loop.System):
             time.sleep(0.05)
 
     def ask(self, tokens: list[int], num_new: int) -> loop.Answer:
-        """Answer one prompt."""
         started = time.perf_counter()
         name = self._add(tokens, num_new)
         seen = self._finish({name})[name]
@@ -162,7 +160,6 @@ class WithKVBoost(Vllm):
         super().__init__(settings, kv_transfer_config=connector, worker_cls=WORKER)
 
     def versions(self) -> dict[str, str]:
-        """Of ours, too."""
         import kvboost  # noqa: PLC0415  (only this system has it)
 
         return {"kvboost": kvboost.__version__, **super().versions()}
@@ -190,6 +187,8 @@ class WithKVBoost(Vllm):
 class WithLMCache(Vllm):
     """LMCache's server beside it: its connectors inside vLLM refuse a CPU."""
 
+    packages = ("lmcache", *Vllm.packages)
+
     def __init__(self, settings: dict[str, Any]) -> None:
         port, http_port = loop.free_port(), loop.free_port()
         program = Path(sys.executable).with_name("lmcache")
@@ -208,19 +207,13 @@ class WithLMCache(Vllm):
         }
         super().__init__(settings, kv_transfer_config=connector)
 
-    def versions(self) -> dict[str, str]:
-        """Of LMCache, too."""
-        return {**loop.installed("lmcache"), **super().versions()}
-
     def forget(self) -> None:
-        """Empty both caches."""
         super().forget()
         request = urllib.request.Request(f"{self._http}/cache/clear", method="POST")
         with urllib.request.urlopen(request) as response:
             response.read()
 
     def close(self) -> None:
-        """Stop its server."""
         self._server.terminate()
         self._server.wait()
 

@@ -43,19 +43,16 @@ class LlamaServer(loop.System):
         self._wait()
 
     def versions(self) -> dict[str, str]:
-        """Of the build."""
         said = subprocess.run([str(PROGRAM), "--version"], capture_output=True, text=True)
         first = (said.stdout + said.stderr).strip().splitlines()[0]
         return {"llama.cpp": first.removeprefix("version: ")}
 
     def forget(self) -> None:
-        """Empty the slot."""
         status, said = self._post("/slots/0?action=erase", {})
         if status != http.HTTPStatus.OK:
             raise RuntimeError(f"llama-server does not erase its slot: {said!r}")
 
     def ask(self, tokens: list[int], num_new: int) -> loop.Answer:
-        """Answer one prompt."""
         started = time.perf_counter()
         first_at, answer, last = None, list[int](), dict[str, Any]()
         body = {
@@ -95,7 +92,6 @@ class LlamaServer(loop.System):
             return [each.result() for each in asked]
 
     def close(self) -> None:
-        """Stop the server."""
         self._process.terminate()
         self._process.wait()
 

@@ -51,9 +51,12 @@ class Served:
 class System(ABC):
     """Something that answers prompts, greedily and without an end before `num_new` tokens."""
 
-    @abstractmethod
+    packages: tuple[str, ...] = ("torch", "transformers")
+
     def versions(self) -> dict[str, str]:
-        """Names and versions of what runs."""
+        """Names and versions of what runs: of those packages that are installed."""
+        present = [package for package in self.packages if any(distributions(name=package))]
+        return {package: version(package) for package in present}
 
     @abstractmethod
     def forget(self) -> None:
@@ -102,16 +105,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
-
-
-def installed(*packages: str) -> dict[str, str]:
-    """Versions of those packages that are installed."""
-    present = [package for package in packages if _is_installed(package)]
-    return {package: version(package) for package in present}
-
-
-def _is_installed(package: str) -> bool:
-    return any(distributions(name=package))
 
 
 def serve(make: Callable[[dict[str, Any]], System]) -> None:

@@ -26,10 +26,9 @@ class Ours(loop.System):
         )
 
     def versions(self) -> dict[str, str]:
-        """Of ours and of what it runs on."""
         import kvboost  # noqa: PLC0415  (only its version is of interest)
 
-        return {"kvboost": kvboost.__version__, **loop.installed("torch", "transformers")}
+        return {"kvboost": kvboost.__version__, **super().versions()}
 
     def forget(self) -> None:
         """Delete what is stored, once everything is."""
@@ -37,7 +36,6 @@ class Ours(loop.System):
         self._engine.contents.delete(None, tenant="")
 
     def ask(self, tokens: list[int], num_new: int) -> loop.Answer:
-        """Answer one prompt."""
         clock = FirstToken()
         started = time.perf_counter()
         result = self._engine.generate(
@@ -61,7 +59,6 @@ class Ours(loop.System):
         self._engine.flush()
 
     def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Served]:
-        """All prompts join the batch as they come."""
         waiting = []
         for request, arrived_at in loop.arrivals(requests):
             times = list[float]()
@@ -79,7 +76,6 @@ class Ours(loop.System):
         return served
 
     def close(self) -> None:
-        """Finish storing."""
         self._engine.close()
 
 
