@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
@@ -16,13 +15,6 @@ PAGE_TOKENS = 64  # prompts share whole pages
 BATCH_TOKENS = 512  # of a step
 NUM_PROMPTS = 8  # of the longest kind, that the pages hold at the same time
 POLL_S = 1.0  # after which it is checked that the batch still runs
-
-
-@dataclass(frozen=True)
-class _Seen:
-    first_at: float  # by `time.perf_counter`, as `ended`
-    ended: float
-    tokens: list[int]
 
 
 class Continuous(loop.System):
@@ -47,10 +39,10 @@ class Continuous(loop.System):
 
     def ask(self, tokens: list[int], num_new: int) -> loop.Answer:
         started = time.perf_counter()
-        (seen,) = self._collect([self._submit(tokens, num_new)])
-        return loop.Answer(seen.first_at - started, seen.ended - started, seen.tokens)
+        (answer,) = self._collect([self._submit(tokens, num_new)])
+        return answer.since(started)
 
-    def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Served]:
+    def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Answer]:
         first = self._count + 1
         names = [_name(first + number) for number in range(len(requests))]
         times = list[float]()
@@ -64,10 +56,7 @@ class Continuous(loop.System):
         arriving.start()
         collected = self._collect(names)
         arriving.join()
-        return [
-            loop.Served(seen.first_at - arrived_at, seen.ended - arrived_at, seen.tokens)
-            for seen, arrived_at in zip(collected, times, strict=True)
-        ]
+        return [answer.since(at) for answer, at in zip(collected, times, strict=True)]
 
     def close(self) -> None:
         self._manager.stop(block=True)
@@ -87,10 +76,10 @@ class Continuous(loop.System):
         )
         return name
 
-    def _collect(self, names: Sequence[str]) -> list[_Seen]:
-        """Wait for the answers to these prompts."""
+    def _collect(self, names: Sequence[str]) -> list[loop.Answer]:
+        """Wait for the answers to these prompts; their times are those of the clock."""
         first_at: dict[str, float] = {}
-        done: dict[str, _Seen] = {}
+        done: dict[str, loop.Answer] = {}
         while len(done) < len(names):
             output = self._manager.get_result(timeout=POLL_S)
             now = time.perf_counter()
@@ -103,7 +92,8 @@ class Continuous(loop.System):
             if output.generated_tokens:
                 first_at.setdefault(name, now)
             if output.is_finished():
-                done[name] = _Seen(first_at.get(name, now), now, list(output.generated_tokens))
+                tokens = list(output.generated_tokens)
+                done[name] = loop.Answer(first_at.get(name, now), now, tokens)
         return [done[name] for name in names]
 
     def _check(self) -> None:

@@ -9,7 +9,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,6 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 WORKER = "kvboost.connectors.vllm.worker.KVBoostWorker"
 FORGET_S = 120.0
 START_S = 120.0
-
-
-@dataclass(frozen=True)
-class _Seen:
-    first_at: float  # by `time.perf_counter`, as `ended`
-    ended: float
-    output: Any
-
-    @property
-    def tokens(self) -> list[int]:
-        """The answer."""
-        return list(self.output.outputs[0].token_ids)
 
 
 class Vllm(loop.System):
@@ -71,18 +58,12 @@ class Vllm(loop.System):
     def ask(self, tokens: list[int], num_new: int) -> loop.Answer:
         started = time.perf_counter()
         name = self._add(tokens, num_new)
-        seen = self._finish({name})[name]
-        return loop.Answer(
-            seen.first_at - started,
-            seen.ended - started,
-            seen.tokens,
-            self._num_cached(seen.output),
-        )
+        return self._finish({name})[name].since(started)
 
-    def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Served]:
+    def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Answer]:
         """All prompts join the batch as they come: between two steps."""
         started = time.perf_counter()
-        names, first_at, done = list[str](), dict[str, float](), dict[str, _Seen]()
+        names, first_at, done = list[str](), dict[str, float](), dict[str, loop.Answer]()
         while len(done) < len(requests):
             elapsed_s = time.perf_counter() - started
             while len(names) < len(requests) and requests[len(names)].at_s <= elapsed_s:
@@ -92,10 +73,9 @@ class Vllm(loop.System):
                 done |= self._step(first_at)
             else:
                 time.sleep(max(0.0, requests[len(names)].at_s - elapsed_s))
-        arrived = [started + request.at_s for request in requests]
         return [
-            loop.Served(seen.first_at - at, seen.ended - at, seen.tokens)
-            for seen, at in zip((done[name] for name in names), arrived, strict=True)
+            done[name].since(started + request.at_s)
+            for name, request in zip(names, requests, strict=True)
         ]
 
     def rest(self) -> None:
@@ -126,14 +106,14 @@ class Vllm(loop.System):
         num_cached: int | None = output.num_cached_tokens
         return num_cached
 
-    def _finish(self, names: set[str]) -> dict[str, _Seen]:
-        first_at, done = dict[str, float](), dict[str, _Seen]()
+    def _finish(self, names: set[str]) -> dict[str, loop.Answer]:
+        first_at, done = dict[str, float](), dict[str, loop.Answer]()
         while not names <= done.keys():
             done |= self._step(first_at)
         return done
 
-    def _step(self, first_at: dict[str, float]) -> dict[str, _Seen]:
-        """Those that ended in a step; notes which had their first token in it."""
+    def _step(self, first_at: dict[str, float]) -> dict[str, loop.Answer]:
+        """Answers that ended in a step, by the clock; notes which had their first token in it."""
         outputs = self._engine.step()
         now = time.perf_counter()
         done = {}
@@ -142,7 +122,8 @@ class Vllm(loop.System):
             if output.outputs[0].token_ids:
                 first_at.setdefault(name, now)
             if output.finished:
-                done[name] = _Seen(first_at.get(name, now), now, output)
+                tokens, num_cached = list(output.outputs[0].token_ids), self._num_cached(output)
+                done[name] = loop.Answer(first_at.get(name, now), now, tokens, num_cached)
         return done
 
 

@@ -80,15 +80,10 @@ class LlamaServer(loop.System):
         num_cached = last.get("timings", {}).get("cache_n")
         return loop.Answer((first_at or ended) - started, ended - started, answer, num_cached)
 
-    def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Served]:
+    def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Answer]:
         """The server queues prompts as they come."""
-
-        def one(request: loop.Request, arrived_at: float) -> loop.Served:
-            waited_s = time.perf_counter() - arrived_at
-            return self.ask(request.tokens, request.num_new).after(waited_s)
-
         with ThreadPoolExecutor(len(requests)) as clients:
-            asked = [clients.submit(one, *each) for each in loop.arrivals(requests)]
+            asked = [clients.submit(self.ask_late, *each) for each in loop.arrivals(requests)]
             return [each.result() for each in asked]
 
     def close(self) -> None:

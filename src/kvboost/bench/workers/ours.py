@@ -58,7 +58,7 @@ class Ours(loop.System):
         """Wait for storing and audits."""
         self._engine.flush()
 
-    def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Served]:
+    def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Answer]:
         waiting = []
         for request, arrived_at in loop.arrivals(requests):
             times = list[float]()
@@ -69,11 +69,11 @@ class Ours(loop.System):
             ended = Future[float]()
             ticket.future.add_done_callback(lambda _, to=ended: to.set_result(_now()))
             waiting.append((ticket, arrived_at, times, ended))
-        served = []
+        answers = []
         for ticket, arrived_at, times, ended in waiting:
-            answer = list(ticket.result().token_ids)
-            served.append(loop.Served(times[0] - arrived_at, ended.result() - arrived_at, answer))
-        return served
+            tokens = list(ticket.result().token_ids)
+            answers.append(loop.Answer(times[0], ended.result(), tokens).since(arrived_at))
+        return answers
 
     def close(self) -> None:
         self._engine.close()
