@@ -1,7 +1,7 @@
 """The section "Where we lose": every comparison that went against us."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
 
 from kvboost.bench.report.compared import slowest
 from kvboost.bench.report.reading import (
@@ -87,30 +87,25 @@ def _takeaway(lines: list[Line], lost: list[Line], num_judged: int, num_worse: i
 
 
 def _counts(lines: list[Line]) -> Table:
-    found = _gathered(lines, lambda m: (m["system"], m["baseline"]), outcome)
-    counted = ("lost", "won", "undecided")
-    rows = [
-        (system, peer, *(str(found[system, peer].count(each)) for each in counted))
-        for system, peer in sorted(found, key=lambda pair: tuple(map(by_system, pair)))
-    ]
-    return Table(("ours", "against", *counted), rows)
+    counts = Counter((m["system"], m["baseline"], outcome(m)) for m in lines)
+    pairs = sorted({key[:2] for key in counts}, key=lambda pair: tuple(map(by_system, pair)))
+    outcomes = ("lost", "won", "undecided")
+    rows = [(*pair, *(str(counts[(*pair, each)]) for each in outcomes)) for pair in pairs]
+    return Table(("ours", "against", *outcomes), rows)
 
 
 def _times_table(lines: list[Line], fold: str = "") -> Table:
-    found = _gathered(
-        lines,
-        lambda m: (m["system"], m["baseline"], m["phase"], m["metric"]),
-        lambda m: f"{m['workload']} {times(m['ratio'])}",
-    )
-
-    def order(key: tuple[str, ...]) -> tuple[object, ...]:
-        return (by_system(key[0]), by_system(key[1]), by_phase(key[2]), [*METRICS].index(key[3]))
-
-    rows = [
-        (system, peer, f"{phase}, {METRICS[metric]}", ", ".join(found[system, peer, phase, metric]))
-        for system, peer, phase, metric in sorted(found, key=order)
-    ]
+    found: dict[tuple[str, ...], list[str]] = {}
+    for m in sorted(lines, key=_times_place):
+        key = (m["system"], m["baseline"], f"{m['phase']}, {METRICS[m['metric']]}")
+        found.setdefault(key, []).append(f"{m['workload']} {times(m['ratio'])}")
+    rows = [(*key, ", ".join(where)) for key, where in found.items()]
     return Table(("ours", "against", "when", "where, and how many times as long"), rows, fold)
+
+
+def _times_place(m: Line) -> tuple[object, ...]:
+    systems = by_system(m["system"]), by_system(m["baseline"])
+    return (*systems, by_phase(m["phase"]), [*METRICS].index(m["metric"]))
 
 
 def _listed(lost: list[Line]) -> Table:
@@ -132,23 +127,12 @@ def _gap(measure: Line, name: str) -> float:
 
 
 def _worse_answers(worse: list[Line]) -> Table:
-    rows = []
+    found: dict[tuple[str, str, str], list[str]] = {}
     for name, title in _QUALITIES.items():
-        found = _gathered(
-            sorted((m for m in worse if _gap(m, name) > 0), key=lambda m: -_gap(m, name)),
-            lambda m: (m["system"], m["phase"]),
-            lambda m: f"{m['workload']} {percent(m[name])} ({percent(m[f'baseline_{name}'])})",  # noqa: B023
-        )
-        rows += [(*key, title, ", ".join(where)) for key, where in found.items()]
+        for m in sorted(worse, key=lambda m: -_gap(m, name)):
+            if _gap(m, name) > 0:
+                said = f"{m['workload']} {percent(m[name])} ({percent(m[f'baseline_{name}'])})"
+                found.setdefault((m["system"], m["phase"], title), []).append(said)
+    rows = [(*key, ", ".join(where)) for key, where in found.items()]
     rows.sort(key=lambda row: (by_system(row[0]), by_phase(row[1])))
     return Table(("ours", "phase", "of", "where: ours (generate()'s), the widest gap first"), rows)
-
-
-def _gathered(
-    lines: list[Line], key: Callable[[Line], Any], text: Callable[[Line], str]
-) -> dict[Any, list[str]]:
-    """Return a text for each line, by a key of it."""
-    found: dict[Any, list[str]] = {}
-    for line in lines:
-        found.setdefault(key(line), []).append(text(line))
-    return found

@@ -178,12 +178,13 @@ def _names(
     marks = []
     for point, at in zip(named, places, strict=True):
         boxes = _choices(at, svg.text_width(point.label))
-        inside = [box for box in boxes if _covers(frame, box)] or boxes
+        inside = [box for box in boxes if _is_inside(box, frame)] or boxes
         free = (box for box in inside if not any(_overlap(box, other) for other in taken))
         box = next(free, inside[0])
         taken.append(box)
-        if _distance(_nearest(box, at), at) > _BESIDE:
-            marks.append(svg.line(*at, *_nearest(box, at), "leader"))
+        distance, x, y = _nearest(box, at)
+        if distance > _BESIDE:
+            marks.append(svg.line(*at, x, y, "leader"))
         marks.append(svg.words(box[0], box[3] - 2, point.label, f"name {point.css}"))
     return marks
 
@@ -193,20 +194,17 @@ def _choices(at: _Place, width: float) -> list[_Box]:
     a, b = at
     sides = [a - width / 2, a + 6, a + 16, a - 6 - width, a - 16 - width]
     boxes = [(x, b + 11 * n - 6, x + width, b + 11 * n + 6) for n in range(-12, 13) for x in sides]
-    return sorted(boxes, key=lambda box: _distance(_nearest(box, at), at))
+    return sorted(boxes, key=lambda box: _nearest(box, at)[0])
 
 
-def _nearest(box: _Box, at: _Place) -> _Place:
-    return (min(max(at[0], box[0]), box[2]), min(max(at[1], box[1]), box[3]))
+def _nearest(box: _Box, at: _Place) -> tuple[float, float, float]:
+    """Return how far a box is from a place, and its point that is nearest."""
+    x, y = min(max(at[0], box[0]), box[2]), min(max(at[1], box[1]), box[3])
+    return abs(x - at[0]) + abs(y - at[1]), x, y
 
 
-def _distance(one: _Place, two: _Place) -> float:
-    return abs(one[0] - two[0]) + abs(one[1] - two[1])
-
-
-def _covers(frame: _Box, inner: _Box) -> bool:
-    is_wide = frame[0] <= inner[0] and inner[2] <= frame[2]
-    return is_wide and frame[1] <= inner[1] and inner[3] <= frame[3]
+def _is_inside(box: _Box, frame: _Box) -> bool:
+    return frame[0] <= box[0] and frame[1] <= box[1] and box[2] <= frame[2] and box[3] <= frame[3]
 
 
 def _overlap(one: _Box, two: _Box) -> bool:
