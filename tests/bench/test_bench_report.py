@@ -1,12 +1,14 @@
 import html.parser
 import json
 import re
+import shutil
 from importlib.resources import files
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import report_results
 
+from kvboost.bench import records
 from kvboost.bench.report.losses import outcome
 from kvboost.bench.report.markdown import readme_sentence, readme_table
 from kvboost.bench.report.reading import OURS, by_system, family, read_results
@@ -36,6 +38,8 @@ def measure(system, ratio, **changes):
     return line | changes
 
 
+KEPT = Path(__file__).parents[2] / "benchmarks" / "report"
+ABSENT = {"kind": "absent", "system": "vllm", "title": "vLLM", "why": "vllm ended; its log ends"}
 RUN = {
     "kind": "run",
     "model": "tiny",
@@ -55,7 +59,7 @@ def made(tmp_path):
     """Sections by their slug, from lines."""
 
     def make(*lines):
-        report_results.write(tmp_path, [RUN, *lines])
+        records.write(tmp_path / "results.jsonl", [RUN, *lines])
         results = read_results(tmp_path / "results.jsonl")
         return {s.slug: s for s in sections(results, read_notes(tmp_path / "notes.md"))}
 
@@ -64,9 +68,10 @@ def made(tmp_path):
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
-    """A folder with a full report."""
+    """A folder with the kept results, one more system that is absent, and notes of its own."""
     folder = tmp_path_factory.mktemp("full")
-    report_results.write(folder, report_results.full())
+    shutil.copy(KEPT / "results.jsonl", folder)
+    records.append(folder / "results.jsonl", [ABSENT])
     (folder / "notes.md").write_text("# Notes\n\n## A <loss>\n\nOne\nparagraph.\n\nAnother.\n")
     write_report(folder)
     return folder
@@ -96,6 +101,13 @@ class Checker(html.parser.HTMLParser):
     def handle_endtag(self, tag):
         if not self.open or self.open.pop() != tag:
             self.wrong.append(tag)
+
+
+def test_the_kept_report_is_that_of_the_kept_results(tmp_path):
+    for name in ("results.jsonl", "notes.md"):
+        shutil.copy(KEPT / name, tmp_path)
+    for made in write_report(tmp_path):
+        assert made.read_text() == (KEPT / made.name).read_text(), made.name
 
 
 def test_page_is_whole_and_needs_nothing_else(full):
@@ -389,8 +401,7 @@ def test_reproducing_names_the_command(made):
 
 
 def test_log_of_an_absent_system_is_left_out(made):
-    line = {"kind": "absent", "system": "vllm", "title": "vLLM", "why": "vllm ended; its log ends"}
-    absent = made(line)["absent"]
+    absent = made(ABSENT)["absent"]
     assert absent.takeaway == "1 system is missing or stopped early."
     assert rows(absent) == [("vllm", "vLLM", "vllm ended")]
 
@@ -403,7 +414,7 @@ def test_readme_table_has_systems_as_rows(tmp_path):
         measure("kvboost-auto", 0.3, phase="moved"),
         measure("transformers-again", 1.0),
     ]
-    report_results.write(tmp_path, lines)
+    records.write(tmp_path / "results.jsonl", lines)
     table = readme_table(tmp_path / "results.jsonl").splitlines()
     top1 = "98.0 % / 98.0 %"
     assert table[2] == rf"| KVBoost \| auto | 100 (0.20) | 150 (0.30) | {top1} |"
@@ -421,7 +432,7 @@ def test_readme_sentence_is_of_the_longest_warm_prompt(tmp_path):
             for phase in ("warm", "moved")
         ),
     ]
-    report_results.write(tmp_path, lines)
+    records.write(tmp_path / "results.jsonl", lines)
     sentence = readme_sentence(tmp_path / "results.jsonl")
     assert "2,048-token prompt: first token after **2.0 s instead of 16.4 s**" in sentence
     assert "median of 7 pairs, 90% of the prompt cached" in sentence
