@@ -25,7 +25,7 @@ MAX_LINES = {
     "application": 5_945,
     "weights": 700,
     "connectors": 1_785,
-    "bench": 5_450,
+    "bench": 5_140,
     "fleet": 1_790,
     "probe": 1_110,
     "integrations": 85,

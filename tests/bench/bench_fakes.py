@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from kvboost.bench.judge import Verdict
 from kvboost.bench.settings import Settings
 from kvboost.errors import KVBoostError
 
@@ -78,10 +77,10 @@ class FakeJudge:
     def __init__(self, model: str) -> None:
         del model
 
-    def verdict(self, prompt: Sequence[int], answer: Sequence[int]) -> Verdict:
+    def verdict(self, prompt: Sequence[int], answer: Sequence[int]) -> dict[str, float]:
         del prompt
         self.judged.append(tuple(answer))
-        return Verdict(top1=0.5, regret=0.1)
+        return {"top1": 0.5, "regret": 0.1}
 
 
 def settings(**changed: Any) -> Settings:

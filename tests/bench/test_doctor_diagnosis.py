@@ -282,22 +282,20 @@ def test_json_has_it_all(full_visit: Visit, capsys: pytest.CaptureFixture[str]) 
     assert [each["name"] for each in page["settings"]] == [each.name for each in advised]
 
 
-@pytest.mark.parametrize("has_rich", [True, False])
-def test_the_page_is_the_same_with_and_without_rich(
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_page_is_coloured_on_a_terminal_only(
     full_visit: Visit,
-    has_rich: bool,
+    is_terminal: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if has_rich:
-        pytest.importorskip("rich")
-        monkeypatch.setenv("COLUMNS", "1000")
-    else:
-        monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    monkeypatch.delenv("NO_COLOR", raising=False)
     advised = settings(full_visit, "/cache", "redis://h")
     given = {"model": "my model", "dtype": "bfloat16"}
     print_page(given, full_visit, findings(full_visit), advised)
     shown = capsys.readouterr().out
+    assert ("\x1b[33mWARNING" in shown) is is_terminal
     for each in findings(full_visit):
         assert each.text in shown
     for each in advised:
@@ -310,18 +308,16 @@ def test_the_page_is_the_same_with_and_without_rich(
 
 
 def test_advice_is_preliminary_where_times_mean_little(
-    visit: Visit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    visit: Visit, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "rich", None)
     for each in (visit, replace(visit, decode_ms=(20.0,))):
         print_page({"model": "m"}, each, [], settings(each))
         assert ("preliminary" in capsys.readouterr().out) is (each is not visit)
 
 
 def test_the_server_takes_the_line_that_is_printed(
-    full_visit: Visit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    full_visit: Visit, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "rich", None)
     advised = settings(full_visit, "/my cache", "redis://h")
     print_page({"model": "my model", "dtype": "bfloat16"}, full_visit, [], advised)
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])

@@ -21,6 +21,10 @@ NAMED = {"vllm": "KVBOOST_BENCH_VLLM_PYTHON"}
 """Variables that name a Python which has the peer already."""
 MARKER = "made.json"
 LLAMA = "llama-cpp-python==0.3.36"
+LLAMA_FLAGS = (
+    "-DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF"
+    " -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_USE_PREBUILT_UI=OFF"
+)
 FEATURES = {
     "AVX": "avx",
     "AVX2": "avx2",
@@ -130,18 +134,11 @@ def _build_llama(folder: Path) -> None:
         packed.extractall(sources, filter="data")
     (unpacked,) = sources.glob("*/vendor/llama.cpp")
     cmake, build = str(tools / "cmake"), str(folder / "build")
-    ninja = f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"
-    run([cmake, "-S", str(unpacked), "-B", build, "-G", "Ninja", ninja, *llama_flags()])
+    flags = [f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", *LLAMA_FLAGS.split()]
+    flags += instruction_flags(frozenset(cpu_field("flags").split()))
+    run([cmake, "-S", str(unpacked), "-B", build, "-G", "Ninja", *flags])
     run([cmake, "--build", build, "--target", "llama-server"])
     run([*pip, "install", str(archive)], CMAKE_ARGS="-DLLAMA_BUILD=OFF")
-
-
-def llama_flags() -> list[str]:
-    """Flags of llama.cpp's build on this machine."""
-    flags = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DLLAMA_OPENSSL=OFF"]
-    flags += ["-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF"]
-    flags += ["-DLLAMA_USE_PREBUILT_UI=OFF"]
-    return flags + instruction_flags(frozenset(cpu_field("flags").split()))
 
 
 def instruction_flags(found: frozenset[str]) -> list[str]:

@@ -3,16 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Of one answer."""
-
-    top1: float  # share of its tokens that the judge has as most likely, 0..1
-    regret: float  # nats by which the judge prefers its own tokens, mean
 
 
 class Judge:
@@ -25,8 +16,12 @@ class Judge:
         self._torch = torch
         self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
-    def verdict(self, prompt: Sequence[int], answer: Sequence[int]) -> Verdict:
-        """What it thinks of an answer."""
+    def verdict(self, prompt: Sequence[int], answer: Sequence[int]) -> dict[str, float]:
+        """What it thinks of an answer.
+
+        `top1` is the share of its tokens that the judge has as most likely, `regret` the mean of
+        the nats by which the judge prefers its own.
+        """
         torch = self._torch
         tokens = torch.tensor([[*prompt, *answer]])
         with torch.inference_mode():
@@ -35,7 +30,7 @@ class Judge:
         chosen = logprobs.gather(1, torch.tensor(answer)[:, None])[:, 0]
         best = logprobs.max(-1)
         agrees = best.indices == torch.tensor(answer)
-        return Verdict(
-            top1=round(agrees.double().mean().item(), 4),
-            regret=round((best.values - chosen).mean().item(), 5),
-        )
+        return {
+            "top1": round(agrees.double().mean().item(), 4),
+            "regret": round((best.values - chosen).mean().item(), 5),
+        }

@@ -5,13 +5,12 @@ from __future__ import annotations
 import statistics as plain
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from kvboost.bench.records import Line
-from kvboost.bench.report.names import BASELINE, COMPARED_WITH_ALL, POOLED
+from kvboost.bench.report.reading import BASELINE, COMPARED_WITH_ALL, POOLED
 from kvboost.bench.statistics import compare
 
 CONNECTED = ("vllm-kvboost", "vllm")
@@ -117,7 +116,7 @@ def _compared(
             "system": system,
             "baseline": baseline,
             "metric": metric,
-            **asdict(compare(times)),
+            **compare(times),
             **quality,
         }
 

@@ -9,12 +9,13 @@ import random
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvboost.bench import records, traffic
 from kvboost.bench.environments import python_of
@@ -33,6 +34,9 @@ RAW = "raw.jsonl"
 MOST_TOKENS = 4096  # of a prompt with its answer
 GGUF_READER = "llama"
 
+Work: TypeAlias = Callable[[str, WorkerProcess], None]  # takes the name of a system, too
+Task: TypeAlias = tuple[str, str, Work]  # what is shown, the name of a system
+
 
 class Script:
     """A run, part by part."""
@@ -45,26 +49,19 @@ class Script:
 
     def measure(self) -> None:
         """Every session of every system, in rounds and in an order drawn by chance; traffic."""
-        done = _counted(records.read(self._raw))
-        jobs = [job for job in self._jobs() if done[job_key(*job)] < len(job[0].asks)]
-        wanted = self._traffic_left(done)
-        names = {system.name for _, _, system in jobs} | {system.name for system in wanted}
-        if not names:
+        tasks = [*self._sessions_left(), *self._traffic_left()]
+        names = {name for _, name, _ in tasks}
+        if not tasks:
             return
         with ExitStack() as stack:
             workers: dict[str, WorkerProcess] = {}
             stack.callback(_close, workers)
             self._start([SYSTEMS[name] for name in SYSTEMS if name in names], workers)
-            bar = stack.enter_context(_bar(len(jobs) + len(wanted), "measuring"))
-            for session, round_number, system in jobs:
-                bar.set_postfix_str(f"{session.workload} {system.name}")
-                if system.name in workers:
-                    self._try(workers, system.name, self._hold_session, session, round_number)
-                bar.update()
-            for system in wanted:
-                bar.set_postfix_str(f"traffic {system.name}")
-                if system.name in workers:
-                    self._try(workers, system.name, self._let_traffic_come)
+            bar = stack.enter_context(_bar(len(tasks), "measuring"))
+            for title, name, work in tasks:
+                bar.set_postfix_str(title)
+                if name in workers:
+                    self._try(workers, name, work)
                 bar.update()
 
     def ask_questions(self) -> None:
@@ -95,7 +92,7 @@ class Script:
         with _bar(len(left), "judging") as bar:
             for workload, number, answer in left:
                 ask = asks[workload, number]
-                verdict = asdict(judge.verdict(ask.tokens, answer))
+                verdict = judge.verdict(ask.tokens, answer)
                 judged = {"workload": workload, "ask": number, "answer": list(answer), **verdict}
                 judged["score"] = self._score(ask, answer)
                 records.append(self._raw, [{"kind": "judged", **judged}])
@@ -109,26 +106,30 @@ class Script:
         about |= {"commit": commit(), "machine": machine(), "settings": settings}
         records.append(self._raw, [{"kind": "run", **about}])
 
-    def _jobs(self) -> list[tuple[Session, int, System]]:
+    def _sessions_left(self) -> Iterator[Task]:
         """Round by round, so that a run that is stopped has all workloads; systems alternate."""
-        chance, jobs = random.Random(self._settings.seed), []
-        for round_number in range(self._settings.rounds):
-            systems = [
-                SYSTEMS[name]
+        answers = [line for line in records.read(self._raw) if line["kind"] == "answer"]
+        done = Counter((line["workload"], line["round"], line["system"]) for line in answers)
+        chance, rounds = random.Random(self._settings.seed), self._settings.rounds
+        for number in range(rounds):
+            names = [
+                name
                 for name in self._settings.systems
-                if round_number < (SYSTEMS[name].most_rounds or self._settings.rounds)
+                if number < (SYSTEMS[name].most_rounds or rounds)
             ]
             for session in self._sessions:
-                order = chance.sample(systems, len(systems))
-                jobs += [(session, round_number, system) for system in order]
-        return jobs
+                for name in chance.sample(names, len(names)):
+                    if done[session.workload, number, name] < len(session.asks):
+                        work = partial(self._hold_session, session, number)
+                        yield f"{session.workload} {name}", name, work
 
-    def _traffic_left(self, done: dict[str, int]) -> list[System]:
-        if not self._traffic:
-            return []
-        chosen = [SYSTEMS[name] for name in self._settings.systems if SYSTEMS[name].can_traffic]
-        left = [each for each in chosen if done[f"traffic {each.name}"] == 0]
-        return random.Random(self._settings.seed).sample(left, len(left))
+    def _traffic_left(self) -> Iterator[Task]:
+        lines = records.read(self._raw)
+        done = {line["system"] for line in lines if line["kind"] == "traffic"}
+        names = [name for name in self._settings.systems if SYSTEMS[name].can_traffic]
+        left = [name for name in names if self._traffic and name not in done]
+        for name in random.Random(self._settings.seed).sample(left, len(left)):
+            yield f"traffic {name}", name, self._let_traffic_come
 
     def _requests(self) -> list[Line]:
         if self._settings.data is None or self._settings.is_quick:
@@ -172,18 +173,16 @@ class Script:
             raise
         return worker
 
-    def _try(
-        self, workers: dict[str, WorkerProcess], name: str, work: Any, *arguments: Any
-    ) -> None:
+    def _try(self, workers: dict[str, WorkerProcess], name: str, work: Work) -> None:
         """A system that fails is left out from there on; what it measured stays."""
         try:
-            work(name, workers[name], *arguments)
+            work(name, workers[name])
         except KVBoostError as error:
             self._note_absent(SYSTEMS[name], error)
             workers.pop(name).close()  # it might go on computing beside the others
 
     def _hold_session(
-        self, name: str, worker: WorkerProcess, session: Session, round_number: int
+        self, session: Session, round_number: int, name: str, worker: WorkerProcess
     ) -> None:
         worker.forget()
         lines: list[Line] = []
@@ -262,21 +261,6 @@ class Script:
 def _close(workers: dict[str, WorkerProcess]) -> None:
     for worker in workers.values():
         worker.close()
-
-
-def job_key(session: Session, round_number: int, system: System) -> str:
-    """The name of one session of one system."""
-    return f"{session.workload} {round_number} {system.name}"
-
-
-def _counted(lines: list[Line]) -> dict[str, int]:
-    counts: dict[str, int] = defaultdict(int)
-    for line in lines:
-        if line["kind"] == "answer":
-            counts[f"{line['workload']} {line['round']} {line['system']}"] += 1
-        elif line["kind"] == "traffic":
-            counts[f"traffic {line['system']}"] += 1
-    return counts
 
 
 def _bar(total: int, title: str) -> tqdm[Any]:

@@ -31,11 +31,10 @@ class Settings:
 
     def shown(self) -> dict[str, Any]:
         """Without the folders of this machine; with the Python whose texts prompts are made of."""
-        named = {name: Path(value).name if value else None for name, value in self._folders()}
-        return asdict(self) | named | {"python": platform.python_version()}
-
-    def _folders(self) -> list[tuple[str, str | None]]:
-        return [("model", self.model), ("gguf", self.gguf), ("data", self.data)]
+        shown = asdict(self) | {"python": platform.python_version()}
+        for name in ("model", "gguf", "data"):
+            shown[name] = Path(shown[name]).name if shown[name] else None
+        return shown
 
 
 def check_same(settings: Settings, folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvboost.bench.report.page import document
-from kvboost.bench.report.section import Part, Row, Section, Table
+from kvboost.bench.report.section import Part, Section, Table
 from kvboost.probe.findings import ORDER, Finding, Report
 
 if TYPE_CHECKING:
@@ -99,17 +99,17 @@ def _cost(report: Report) -> str:
 
 def _section(area: str, findings: list[Finding]) -> Section:
     worst = next(light for light in ORDER if any(f.light == light for f in findings))
-    rows = tuple(Row((f.light, f.name, f.sentence), f.light == worst == "red") for f in findings)
-    figures = tuple(
-        Row((f.name, ", ".join(f"{name} {value}" for name, value in f.figures.items())))
+    rows = [(f.light, f.name, f.sentence) for f in findings]
+    figures = [
+        (f.name, ", ".join(f"{name} {value}" for name, value in f.figures.items()))
         for f in findings
         if f.figures
-    )
-    parts = [Part(table=Table(("light", "finding", "what was seen"), rows))]
+    ]
+    parts = [Part(table=Table(("light", "finding", "what was seen"), rows, marked=("red",)))]
     if figures:
         parts.append(Part(table=Table(("finding", "figures"), figures, fold="Figures")))
     takeaway = next(f.sentence for f in findings if f.light == worst)
-    return Section(area, TITLES[area], takeaway, tuple(parts))
+    return Section(area, TITLES[area], takeaway, parts)
 
 
 def _quoted(text: str) -> str:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions, version
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ def look(parts: Parts, tokenizer: PreTrainedTokenizerBase) -> DeviceFacts:
         name=torch.cuda.get_device_name(device) if is_cuda else device.type,
         capability=".".join(map(str, torch.cuda.get_device_capability(device))) if is_cuda else "",
         total_bytes=torch.cuda.mem_get_info(device)[1] if is_cuda else None,
-        versions={name: found for name in PACKAGES if (found := _version(name))}
+        versions={name: version(name) for name in PACKAGES if any(distributions(name=name))}
         | ({"cuda": torch.version.cuda} if torch.version.cuda else {}),
         attention=_attention(parts),
         launch_us=_launch_us(device),
@@ -58,13 +58,6 @@ def with_plain_steps(facts: DeviceFacts, model: PreTrainedModel) -> DeviceFacts:
         for step in facts.steps
     ]
     return replace(facts, steps=tuple(steps))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _attention(parts: Parts) -> str:

@@ -34,7 +34,7 @@ def findings(visit: Visit) -> list[Finding]:
         *_trust(visit),
         *_speed(visit),
         *_device(visit),
-        *_exact(visit),
+        _pays("text that begins a prompt as before", exact_shares(visit)),
         *_moved(visit),
         *(finding for tier in visit.tiers for finding in _tier(visit, tier)),
     ]
@@ -175,10 +175,6 @@ def _device(visit: Visit) -> Iterator[Finding]:
             f"a decode step at batch size {step.num_answers} takes {step.engine_ms:.1f} ms, "
             f"with Transformers alone {step.transformers_ms:.1f} ms",
         )
-
-
-def _exact(visit: Visit) -> Iterator[Finding]:
-    yield _pays("text that begins a prompt as before", exact_shares(visit))
 
 
 def _moved(visit: Visit) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from kvboost.bench.doctor.diagnosis import (
 from kvboost.bench.doctor.facts import Visit
 from kvboost.config import MIB
 
-COLOURS = {"good": "green", "note": "cyan", "warning": "yellow"}
+COLOURS = {"good": 32, "note": 36, "warning": 33}  # of a terminal
 LEVEL_WIDTH = max(map(len, COLOURS))
 
 Table = list[tuple[str, ...]]
@@ -48,21 +49,31 @@ def print_page(
     findings: Sequence[Finding],
     settings: Sequence[Setting],
 ) -> None:
-    """Print tables, findings and settings; in colour if `rich` is installed.
+    """Print tables, findings and settings; in colour on a terminal.
 
     `given` holds the arguments the model was loaded with, by name.
     """
-    tables = [] if visit.model.refusal else [lengths_table(visit), tiers_table(visit)]
-    commands = _commands(given, settings) if settings else []
-    heading = "Recommended"
-    if is_preliminary(visit):
-        heading += ", preliminary: see the warnings"
-    try:
-        import rich  # noqa: F401, PLC0415  (an extra)
-    except ImportError:
-        sys.stdout.write("\n".join(_plain(tables, findings, settings, commands, heading)) + "\n")
-    else:
-        _print_rich(tables, findings, settings, commands, heading)
+    lines: list[str] = []
+    for table in [] if visit.model.refusal else [lengths_table(visit), tiers_table(visit)]:
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines += [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in table
+        ]
+        lines.append("")
+    lines += [f"{_coloured(each.level)}  {each.text}" for each in findings]
+    if settings:
+        told = ", preliminary: see the warnings" if is_preliminary(visit) else ""
+        lines += ["", f"Recommended{told}:"]
+        lines += [f"  {each.name}={shown(each)}: {each.why}" for each in settings]
+        lines += ["", *_commands(given, settings)]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _coloured(level: str) -> str:
+    text = f"{level.upper():<{LEVEL_WIDTH}}"
+    has_colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return f"\x1b[{COLOURS[level]}m{text}\x1b[0m" if has_colours else text
 
 
 def pays_from(visit: Visit) -> dict[str, int | None]:
@@ -134,59 +145,3 @@ def shown(setting: Setting) -> str:
     if setting.name.endswith("_bytes"):
         return f"{int(setting.value) // MIB}MiB"
     return str(setting.value)
-
-
-def _plain(
-    tables: Sequence[Table],
-    findings: Sequence[Finding],
-    settings: Sequence[Setting],
-    commands: Sequence[str],
-    heading: str,
-) -> list[str]:
-    lines: list[str] = []
-    for table in tables:
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines += [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in table
-        ]
-        lines.append("")
-    lines += [f"{each.level.upper():<{LEVEL_WIDTH}}  {each.text}" for each in findings]
-    if settings:
-        lines += ["", f"{heading}:"]
-        lines += [f"  {each.name}={shown(each)}: {each.why}" for each in settings]
-        lines += ["", *commands]
-    return lines
-
-
-def _print_rich(
-    tables: Sequence[Table],
-    findings: Sequence[Finding],
-    settings: Sequence[Setting],
-    commands: Sequence[str],
-    heading: str,
-) -> None:
-    from rich.console import Console  # noqa: PLC0415  (an extra)
-    from rich.table import Table as RichTable  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    console = Console(highlight=False)
-    for header, *rows in tables:
-        drawn = RichTable(*header, box=None, header_style="bold")
-        for row in rows:
-            drawn.add_row(*row)
-        console.print(drawn)
-        console.print()
-    listed = RichTable(box=None, show_header=False)
-    for finding in findings:
-        listed.add_row(Text(finding.level, style=COLOURS[finding.level]), Text(finding.text))
-    console.print(listed)
-    if settings:
-        console.print(f"\n[bold]{heading}[/bold]")
-        advised = RichTable(box=None, show_header=False)
-        for each in settings:
-            advised.add_row(Text(f"{each.name}={shown(each)}", style="bold"), Text(each.why))
-        console.print(advised)
-        console.print()
-        for command in commands:
-            console.print(Text(command), soft_wrap=True)

@@ -38,22 +38,11 @@ CASES = (
 QUICK_CASES = (CASES[0], CASES[3], CASES[-1])
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One case on one prompt."""
-
-    ttft_ms: float
-    kl: float
-    top1: float
-    computed_share: float
-    moved_share: float
-
-
 def frontier(subject: Subject) -> Iterator[Row]:
     """A row for each way of repair, on documents that were read in another order."""
     cases = QUICK_CASES if subject.is_quick else CASES
     full_ms: list[float] = []
-    seen: dict[Case, list[Measured]] = {case: [] for case in cases}
+    seen: dict[Case, list[Row]] = {case: [] for case in cases}
     per_round = 1 if subject.is_quick else PROMPTS_PER_ROUND
     for seed in subject.seeds:
         for number in range(per_round):
@@ -123,31 +112,29 @@ def led_along(answer: list[int], rows: Rows, first: torch.Tensor, parts: Parts) 
 
 def _measure(
     tokens: list[int], answer: list[int], fresh: torch.Tensor, parts: Parts, case: Case
-) -> Measured:
+) -> Row:
     """Lead the case along the answer of the full prefill, and compare the distributions."""
     ttft_ms, prefilled, first = timed_prefill(tokens, parts, Terms("auto", "", case.ratio))
     plan, logits = prefilled.plan, led_along(answer, prefilled.rows, first, parts)
     check = compare(fresh, logits, len(tokens), plan.num_reused)
     prefilled.rows.release()
     moved = sum(len(m.span) for m in plan.matches if m.kind is MatchKind.MOVED)
-    return Measured(
-        ttft_ms=ttft_ms,
-        kl=check.mean_kl,
-        top1=check.top1_ratio,
-        computed_share=1 - prefilled.num_cached / len(tokens),
-        moved_share=moved / len(tokens),
-    )
-
-
-def _row(measured: list[Measured], full_ms: list[float]) -> Row:
-    ratios = [each.ttft_ms / full for each, full in zip(measured, full_ms, strict=True)]
     return {
-        "ttft_ms": round_ms([each.ttft_ms for each in measured]),
+        "ttft_ms": ttft_ms,
+        "kl": check.mean_kl,
+        "top1": check.top1_ratio,
+        "computed_share": 1 - prefilled.num_cached / len(tokens),
+        "moved_share": moved / len(tokens),
+    }
+
+
+def _row(measured: list[Row], full_ms: list[float]) -> Row:
+    ratios = [each["ttft_ms"] / full for each, full in zip(measured, full_ms, strict=True)]
+    means = {"kl": 5, "top1": 4, "computed_share": 4, "moved_share": 4}  # and their decimals
+    return {
+        "ttft_ms": round_ms([each["ttft_ms"] for each in measured]),
         "full_ms": round_ms(full_ms),
         "ratio": round(statistics.median(ratios), 4),
-        "kl": round(statistics.mean(each.kl for each in measured), 5),
-        "top1": round(statistics.mean(each.top1 for each in measured), 4),
-        "computed_share": round(statistics.mean(each.computed_share for each in measured), 4),
-        "moved_share": round(statistics.mean(each.moved_share for each in measured), 4),
+        **{n: round(statistics.mean(m[n] for m in measured), d) for n, d in means.items()},
         "prompts": len(measured),
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -45,23 +44,16 @@ def hits(subject: Subject) -> Iterator[Row]:
     for pattern in PATTERNS:
         requests = draw(pattern, num_documents, num_requests, subject.seed)
         for share in CACHE_SHARES:
-            found = replay(requests, texts, int(share * all_bytes), subject.seed)
+            budget_bytes = int(share * all_bytes)
+            found, exact = replay(requests, texts, budget_bytes, subject.seed)
             yield {
                 "pattern": pattern,
                 "cache_share": share,
-                "hit_rate": round(found.hit_rate, 4),
-                "exact_hit_rate": round(found.exact_hit_rate, 4),
+                "hit_rate": round(found, 4),
+                "exact_hit_rate": round(exact, 4),
                 "documents": num_documents,
                 "requests": num_requests,
             }
-
-
-@dataclass(frozen=True)
-class Found:
-    """Of the documents' tokens in the second half of the requests: found at all, and exactly."""
-
-    hit_rate: float
-    exact_hit_rate: float
 
 
 class BlankSlots:
@@ -112,8 +104,11 @@ def draw(pattern: str, num_documents: int, num_requests: int, seed: int) -> list
 
 def replay(
     requests: Sequence[Sequence[int]], texts: Sequence[list[int]], budget_bytes: int, seed: int
-) -> Found:
-    """Ask and store one prompt after the other; the first half only fills the store."""
+) -> tuple[float, float]:
+    """Ask and store one prompt after the other; the first half only fills the store.
+
+    Returns the shares of the documents' tokens in the second half that were found, and exactly.
+    """
     store, chance = _store(budget_bytes), random.Random(seed)
     total = found = exact = 0
     for number, chosen in enumerate(requests):
@@ -126,7 +121,7 @@ def replay(
             kinds = {match.span: match.kind for match in plan.before(num_in_documents).matches}
             found += sum(map(len, kinds))
             exact += sum(len(span) for span, kind in kinds.items() if kind is MatchKind.EXACT)
-    return Found(found / total, exact / total)
+    return found / total, exact / total
 
 
 def stored_bytes(texts: Sequence[list[int]]) -> int:

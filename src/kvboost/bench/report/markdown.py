@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-from kvboost.bench.report.compared import quality
-from kvboost.bench.report.formats import NONE, times
-from kvboost.bench.report.names import BASELINE, POOLED
-from kvboost.bench.report.reading import Results, read_results
-from kvboost.bench.report.section import Part, Row, Section, Table
+from kvboost.bench.report.compared import quality, time_cell
+from kvboost.bench.report.reading import BASELINE, POOLED, Results, read_results
+from kvboost.bench.report.section import NONE, Part, Section, Table
 
 README_SYSTEMS = ("kvboost-exact", "kvboost-auto", BASELINE, "transformers-prefix", "vllm")
 README_PHASES = ("warm", "moved")
@@ -14,7 +12,7 @@ README_PHASES = ("warm", "moved")
 
 def markdown(results: Results, sections: list[Section]) -> str:
     """Return the report without its pictures."""
-    head = [f"# KVBoost benchmark: {results.run.model}", "The pictures are in report.html."]
+    head = [f"# KVBoost benchmark: {results.run['model']}", "The pictures are in report.html."]
     return "\n\n".join([*head, *map(_section, sections)]) + "\n"
 
 
@@ -26,11 +24,11 @@ def readme_sentence(results: Path) -> str:
     """
     read = read_results(results)
     warm = [row for row in read.asked("length") if row["phase"] == "warm"]
-    row = max(warm, key=lambda each: each["tokens"])
+    row = max(warm, key=lambda each: int(each["tokens"]))
     return (
         f"A second question about the same {row['tokens']:,}-token prompt: first token after "
         f"**{row['ours_ms'] / 1000:.1f} s instead of {row['bare_ms'] / 1000:.1f} s** "
-        f"({read.run.model} in {read.run.dtype} on {read.run.machine['cores']} CPU cores, "
+        f"({read.run['model']} in {read.run['dtype']} on {read.run['machine']['cores']} CPU cores, "
         f"median of {row['pairs']} pairs, {row['cached_share']:.0%} of the prompt cached)."
     )
 
@@ -44,20 +42,12 @@ def readme_table(results: Path) -> str:
     read = read_results(results)
     rows = []
     for system in [each for each in README_SYSTEMS if each in read.measured]:
-        ratios = [_time(read, phase, "ttft", system) for phase in README_PHASES]
+        ratios = [time_cell(read, POOLED, phase, "ttft", system) for phase in README_PHASES]
         top1 = [quality(read, POOLED, phase, system) for phase in README_PHASES]
         shares = " / ".join(NONE if each is None else f"{100 * each:.1f} %" for each in top1)
-        rows.append(Row((read.title(system), *ratios, shares)))
+        rows.append((read.title(system), *ratios, shares))
     columns = ("", "cached prefix", "moved documents", "top-1 agreement")
-    return _table(Table(columns, tuple(rows)))
-
-
-def _time(results: Results, phase: str, metric: str, system: str) -> str:
-    if system == BASELINE:
-        bare = results.bare(POOLED, phase, metric)
-        return f"{bare.baseline_ms:,.0f} ({times(1.0)})" if bare else NONE
-    line = results.find(POOLED, phase, metric, system)
-    return f"{line.system_ms:,.0f} ({times(line.ratio)})" if line else NONE
+    return _table(Table(columns, rows))
 
 
 def _section(section: Section) -> str:
@@ -76,7 +66,7 @@ def _part(part: Part) -> str:
 
 
 def _table(table: Table) -> str:
-    lines = [table.columns, ("---",) * len(table.columns), *(row.cells for row in table.rows)]
+    lines = [table.columns, ("---",) * len(table.columns), *table.rows]
     return "\n".join(f"| {' | '.join(map(_cell, cells))} |" for cells in lines)
 
 

@@ -5,9 +5,8 @@ from html import escape
 from importlib.resources import files
 
 from kvboost.bench.report.about import machine
-from kvboost.bench.report.formats import NONE
 from kvboost.bench.report.reading import Results
-from kvboost.bench.report.section import Part, Picture, Row, Section, Table
+from kvboost.bench.report.section import NONE, Cells, Part, Picture, Section, Table
 
 _NUMBER = re.compile(r"[\d.,%() to-]+")
 # Text this long in a cell may break into lines; shorter cells stay on one.
@@ -17,9 +16,9 @@ _LONG = 36
 def page(results: Results, sections: list[Section]) -> str:
     """Return the page of a run."""
     run = results.run
-    facts = [run.date, machine(run.machine), run.dtype]
-    facts += [f"commit {run.commit}"] if run.commit else []
-    return document(f"KVBoost benchmark: {run.model}", facts, sections)
+    facts = [run["date"], machine(run["machine"]), run["dtype"]]
+    facts += [f"commit {run['commit']}"] if run["commit"] else []
+    return document(f"KVBoost benchmark: {run['model']}", facts, sections)
 
 
 def document(title: str, facts: list[str], sections: list[Section]) -> str:
@@ -74,12 +73,12 @@ def _picture(picture: Picture) -> str:
 
 
 def _table(table: Table) -> str:
-    kinds = [_kind([row.cells[n] for row in table.rows]) for n in range(len(table.columns))]
+    kinds = [_kind([row[n] for row in table.rows]) for n in range(len(table.columns))]
     head = "".join(
         f'<th scope="col" class="{kind}">{escape(title)}</th>'
         for title, kind in zip(table.columns, kinds, strict=True)
     )
-    body = "\n".join(_row(row, kinds) for row in table.rows)
+    body = "\n".join(_row(row, kinds, table) for row in table.rows)
     # A box that scrolls must be reachable by keyboard.
     made = (
         '<div class="scroll" tabindex="0"><table>'
@@ -96,9 +95,9 @@ def _kind(cells: list[str]) -> str:
     return "long" if any(len(cell) > _LONG for cell in cells) else "word"
 
 
-def _row(row: Row, kinds: list[str]) -> str:
+def _row(row: Cells, kinds: list[str], table: Table) -> str:
     cells = "".join(
-        f'<td class="{kind}">{escape(cell)}</td>'
-        for cell, kind in zip(row.cells, kinds, strict=True)
+        f'<td class="{kind}">{escape(cell)}</td>' for cell, kind in zip(row, kinds, strict=True)
     )
-    return f'<tr class="ours">{cells}</tr>' if row.is_ours else f"<tr>{cells}</tr>"
+    css = ' class="ours"' if row[0] in table.marked else ""
+    return f"<tr{css}>{cells}</tr>"

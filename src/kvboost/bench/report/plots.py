@@ -27,6 +27,11 @@ class Bar:
     high: float | None
     text: str
 
+    @property
+    def ends(self) -> list[float]:
+        """All that must lie on the axis."""
+        return [v for v in (self.value, self.low, self.high) if v is not None]
+
 
 @dataclass(frozen=True)
 class Line:
@@ -79,8 +84,7 @@ def bars(rows: Sequence[Bar], scale: Scale, title: str, over: Sequence[float] = 
     """
     left = 8 + max(svg.text_width(row.label) for row in rows)
     right = _RIGHT - max(svg.text_width(row.text) for row in rows) - 6
-    ends = [v for row in rows for v in (row.value, row.low, row.high) if v is not None]
-    axis = _scaled([*ends, *over], scale, left, right)
+    axis = _scaled([*(v for row in rows for v in row.ends), *over], scale, left, right)
     bottom = ROW * len(rows) + 6
     marks = svg.x_axis(axis, 2, bottom, scale.title)
     for number, row in enumerate(rows):
@@ -174,12 +178,13 @@ def _names(
     marks = []
     for point, at in zip(named, places, strict=True):
         boxes = _choices(at, svg.text_width(point.label))
-        inside = [box for box in boxes if _covers(frame, box)] or boxes
+        inside = [box for box in boxes if _is_inside(box, frame)] or boxes
         free = (box for box in inside if not any(_overlap(box, other) for other in taken))
         box = next(free, inside[0])
         taken.append(box)
-        if _distance(_nearest(box, at), at) > _BESIDE:
-            marks.append(svg.line(*at, *_nearest(box, at), "leader"))
+        distance, x, y = _nearest(box, at)
+        if distance > _BESIDE:
+            marks.append(svg.line(*at, x, y, "leader"))
         marks.append(svg.words(box[0], box[3] - 2, point.label, f"name {point.css}"))
     return marks
 
@@ -189,20 +194,17 @@ def _choices(at: _Place, width: float) -> list[_Box]:
     a, b = at
     sides = [a - width / 2, a + 6, a + 16, a - 6 - width, a - 16 - width]
     boxes = [(x, b + 11 * n - 6, x + width, b + 11 * n + 6) for n in range(-12, 13) for x in sides]
-    return sorted(boxes, key=lambda box: _distance(_nearest(box, at), at))
+    return sorted(boxes, key=lambda box: _nearest(box, at)[0])
 
 
-def _nearest(box: _Box, at: _Place) -> _Place:
-    return (min(max(at[0], box[0]), box[2]), min(max(at[1], box[1]), box[3]))
+def _nearest(box: _Box, at: _Place) -> tuple[float, float, float]:
+    """Return how far a box is from a place, and its point that is nearest."""
+    x, y = min(max(at[0], box[0]), box[2]), min(max(at[1], box[1]), box[3])
+    return abs(x - at[0]) + abs(y - at[1]), x, y
 
 
-def _distance(one: _Place, two: _Place) -> float:
-    return abs(one[0] - two[0]) + abs(one[1] - two[1])
-
-
-def _covers(frame: _Box, inner: _Box) -> bool:
-    is_wide = frame[0] <= inner[0] and inner[2] <= frame[2]
-    return is_wide and frame[1] <= inner[1] and inner[3] <= frame[3]
+def _is_inside(box: _Box, frame: _Box) -> bool:
+    return frame[0] <= box[0] and frame[1] <= box[1] and box[2] <= frame[2] and box[3] <= frame[3]
 
 
 def _overlap(one: _Box, two: _Box) -> bool:

@@ -1,18 +1,27 @@
 """Sections on when reuse helps and what it costs in quality: frontier, length, share."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from kvboost.bench.report import plots
-from kvboost.bench.report.compared import quality
-from kvboost.bench.report.fields import TOP1, drop_empty, table, values
-from kvboost.bench.report.formats import joined, percent, spread, times
-from kvboost.bench.report.names import AGAIN, BASELINE, PHASES, POOLED, family, place
-from kvboost.bench.report.reading import Results
-from kvboost.bench.report.section import Part, Picture, Section
+from kvboost.bench.report.compared import fastest, quality, slowest
+from kvboost.bench.report.reading import (
+    AGAIN,
+    BASELINE,
+    POOLED,
+    Line,
+    Results,
+    by_phase,
+    family,
+    grouped,
+    known,
+)
+from kvboost.bench.report.section import Part, Picture, Section, joined, percent, table, times
 from kvboost.config import Options
 
-_Rows = Sequence[Mapping[str, Any]]
+TOP1 = (
+    "top-1 here is agreement with the same model's full prefill in the same dtype, over 4 tokens"
+    " of each prompt: a sanity check, not a measure of quality."
+)
 _REPAIRS = (
     "A repair recomputes a share of the moved tokens: none recomputes no token, heads only the"
     " first tokens of each document. A full prefill is our own with reuse off. KL is the divergence"
@@ -20,35 +29,30 @@ _REPAIRS = (
     " the same token, over 16 tokens of each prompt. This is one workload of independent documents"
     " with few prompts; docs/concepts/exact-and-moved.md has more prompts, models and tasks."
 )
-_TOKENS = plots.Scale("prompt tokens", is_log=True)
 
 
 def frontier(results: Results) -> Section | None:
     """Return the section on quality against speed."""
-    rows = drop_empty(results.asked("frontier"), "ratio", "top1")
+    rows = results.asked("frontier", "ratio", "top1")
     systems = _system_pictures(results)
     if not rows and not systems:
         return None
     parts = [Part(title="Systems", pictures=systems)] if systems else []
     if rows:
-        parts.append(
-            Part(
-                title="Repair of moved documents",
-                pictures=_frontier_pictures(rows),
-                table=table(rows, "repair", "computed_share", "ttft_ms", "full_ms", "ratio"),
-            )
-        )
+        figures = table(rows, "repair", "computed_share", "ttft_ms", "full_ms", "ratio")
+        drawn = _repair_pictures(rows)
+        parts.append(Part(title="Repair of moved documents", pictures=drawn, table=figures))
     return Section(
         "frontier",
         "Quality against speed",
         _frontier_takeaway(rows),
-        tuple(parts),
+        parts,
         _REPAIRS if rows else "",
         "Up and to the left is better: faster at the same quality.",
     )
 
 
-def _system_pictures(results: Results) -> tuple[Picture, ...]:
+def _system_pictures(results: Results) -> list[Picture]:
     x = plots.Scale("first token, generate() = 1", is_log=True, mark=1.0)
     systems = [s for s in results.measured if s != AGAIN]
     keys = [(f"{number} {name}", family(name)) for number, name in enumerate(systems, 1)]
@@ -59,44 +63,41 @@ def _system_pictures(results: Results) -> tuple[Picture, ...]:
             line = results.find(POOLED, phase, "ttft", system)
             top1 = quality(results, POOLED, phase, system)
             if top1 is not None and (line is not None or system == BASELINE):
-                ratio = line.ratio if line else 1.0
+                ratio = line["ratio"] if line else 1.0
                 points.append(plots.Point(str(number), family(system), ratio, 100 * top1))
         if points:
             title = f"{phase}: top-1 by time to the first token"
             drawn = plots.points(points, x, plots.Scale("top-1, %"), title, keys=keys)
             made.append(Picture(title, drawn))
-    return tuple(made)
+    return made
 
 
-def _frontier_pictures(rows: _Rows) -> tuple[Picture, ...]:
+def _repair_pictures(rows: Sequence[Line]) -> list[Picture]:
     x = plots.Scale("first token, full prefill = 1")
-    ordered = sorted(rows, key=lambda row: row["ratio"])
+    ordered = sorted(rows, key=lambda row: float(row["ratio"]))
+    # A distance of nothing (everything computed again) has no place on a log scale.
+    apart = [row for row in known(ordered, "kl") if row["kl"] > 0]
     made = []
-    for name, y, factor in (
-        ("top1", plots.Scale("top-1, %"), 100),
-        ("kl", plots.Scale("KL, nats", is_log=True), 1),
+    for title, shown, y, name, factor in (
+        ("Same token by repair", ordered, plots.Scale("top-1, %"), "top1", 100),
+        ("Distance by repair", apart, plots.Scale("KL, nats", is_log=True), "kl", 1),
     ):
-        known = drop_empty(ordered, name)
-        # A distance of nothing (everything computed again) has no place on a log scale.
-        known = [row for row in known if row[name] > 0 or not y.is_log]
-        points = [
-            plots.Point(str(row["repair"]), "ours", row["ratio"], factor * row[name])
-            for row in known
-        ]
+        points = [plots.Point(r["repair"], "ours", r["ratio"], factor * r[name]) for r in shown]
         if points:
-            title = f"{'Same token' if name == 'top1' else 'Distance'} by repair"
             drawn = plots.points(points, x, y, title, is_joined=True)
             made.append(Picture(title, drawn))
-    return tuple(made)
+    return made
 
 
-def _frontier_takeaway(rows: _Rows) -> str:
+def _frontier_takeaway(rows: Sequence[Line]) -> str:
     if not rows:
         return "Top-1 and time: the figures of all workloads together."
-    usual = str(Options().recompute_ratio)
-    fast = min(rows, key=lambda row: row["ratio"])
-    chosen = [row for row in rows if row["repair"] == usual and row is not fast]
-    named = [(f"the default repair {usual}", row) for row in chosen]
+    usual, fast = str(Options().recompute_ratio), fastest(rows)
+    named = [
+        (f"the default repair {usual}", row)
+        for row in rows
+        if row["repair"] == usual and row is not fast
+    ]
     said = [
         f"{name} takes {times(row['ratio'])} of a full prefill's time and agrees with it on"
         f" {percent(row['top1'])} of tokens"
@@ -107,12 +108,13 @@ def _frontier_takeaway(rows: _Rows) -> str:
 
 def length(results: Results) -> Section | None:
     """Return the section on prompt length."""
-    rows = drop_empty(results.asked("length"), "tokens", "ours_ms", "bare_ms", "ratio")
+    rows = results.asked("length", "tokens", "ours_ms", "bare_ms", "ratio")
     if not rows:
         return None
+    x = plots.Scale("prompt tokens", is_log=True)
+    y = plots.Scale("first token, ms", is_log=True)
     pictures, said = [], []
-    for phase in _phases(rows):
-        own = _of(rows, phase)
+    for phase, own in grouped(rows, "phase", by_phase).items():
         series = [
             plots.Line(name, css, tuple((row["tokens"], row[field]) for row in own))
             for name, css, field in (
@@ -120,16 +122,16 @@ def length(results: Results) -> Section | None:
                 ("generate()", "transformers", "bare_ms"),
             )
         ]
-        cost = f"new text takes {spread([row['ratio'] for row in own])} of generate()'s time"
+        ends = dict.fromkeys(times(row["ratio"]) for row in (fastest(own), slowest(own)))
+        cost = f"new text takes {' to '.join(ends)} of generate()'s time"
         said.append(cost if phase == "cold" else f"{phase} {_helps(own, 'tokens')}")
-        y = plots.Scale("first token, ms", is_log=True)
-        pictures.append(Picture(phase, plots.lines(series, _TOKENS, y, f"{phase} by length")))
+        pictures.append(Picture(phase, plots.lines(series, x, y, f"{phase} by length")))
     figures = table(rows, "phase", "tokens", "ours_ms", "bare_ms", "ratio", fold="All figures")
     return Section(
         "length",
         "By prompt length",
         f"To the first token {'; '.join(said)}.",
-        (Part(pictures=tuple(pictures), table=figures),),
+        [Part(pictures=pictures, table=figures)],
         TOP1,
         "Reuse pays from where the lines cross.",
     )
@@ -137,20 +139,19 @@ def length(results: Results) -> Section | None:
 
 def share(results: Results) -> Section | None:
     """Return the section on the share of a prompt that is reused."""
-    rows = drop_empty(results.asked("share"), "tokens", "share", "ratio")
+    rows = results.asked("share", "tokens", "share", "ratio")
     if not rows:
         return None
-    lengths = values(rows, "tokens")
+    x, y = plots.Scale("share reused, %"), plots.Scale("time, generate() = 1", mark=1.0)
+    shades = {tokens: f"shade{n % 4}" for n, tokens in enumerate(grouped(rows, "tokens"))}
     pictures, said = [], []
-    for phase in _phases(rows):
+    for phase, of_phase in grouped(rows, "phase", by_phase).items():
         series = []
-        for number, tokens in enumerate(lengths):
-            own = [row for row in _of(rows, phase) if row["tokens"] == tokens]
-            if own:
-                points = tuple((100 * row["share"], row["ratio"]) for row in own)
-                series.append(plots.Line(_tokens(tokens), f"shade{number % 4}", points))
-                said.append(f"{phase} at {_tokens(tokens)} {_helps(own, 'share')}")
-        x, y = plots.Scale("share reused, %"), plots.Scale("time, generate() = 1", mark=1.0)
+        for tokens, own in grouped(of_phase, "tokens").items():
+            name = f"{tokens:,.0f} tokens"
+            points = tuple((100 * row["share"], row["ratio"]) for row in own)
+            series.append(plots.Line(name, shades[tokens], points))
+            said.append(f"{phase} at {name} {_helps(own, 'share')}")
         pictures.append(Picture(phase, plots.lines(series, x, y, f"{phase} by share")))
     figures = table(
         rows, "phase", "tokens", "share", "ours_ms", "bare_ms", "ratio", fold="All figures"
@@ -159,14 +160,14 @@ def share(results: Results) -> Section | None:
         "share",
         "By share of the prompt that is reused",
         f"To the first token {'; '.join(said)}.",
-        (Part(pictures=tuple(pictures), table=figures),),
+        [Part(pictures=pictures, table=figures)],
         TOP1,
         "The strong line is break-even: below it, reuse is faster than generate(). To the left of"
         " the crossing, lookup and loading cost more than they save.",
     )
 
 
-def _helps(rows: _Rows, name: str) -> str:
+def _helps(rows: Sequence[Line], name: str) -> str:
     """Say where reuse is faster: from its last crossing on, an earlier one was luck."""
     ordered = sorted(rows, key=lambda row: float(row[name]))
     is_share = name == "share"
@@ -182,15 +183,3 @@ def _helps(rows: _Rows, name: str) -> str:
         faster = joined([each for n, each in enumerate(said) if n not in slower])
         return f"is not reliably faster than generate(): only at {faster}{unit}"
     return f"is faster than generate() from {said[slower[-1] + 1]}{unit} on"
-
-
-def _tokens(value: float) -> str:
-    return f"{value:,.0f} tokens"
-
-
-def _phases(rows: _Rows) -> list[str]:
-    return sorted({str(row["phase"]) for row in rows}, key=lambda name: place(name, PHASES))
-
-
-def _of(rows: _Rows, phase: str) -> list[Mapping[str, Any]]:
-    return [row for row in rows if row["phase"] == phase]

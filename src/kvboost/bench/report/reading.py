@@ -1,165 +1,121 @@
-"""Reads results.jsonl into typed lines."""
+"""Reads results.jsonl; the order and the colours of what is in it."""
 
-import dataclasses
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
-from kvboost.bench.report.names import (
-    BASELINE,
-    PHASES,
-    POOLED,
-    place,
-    system_place,
-    workload_place,
-)
+from kvboost.bench import systems
+from kvboost.bench.names import WORKLOADS
 from kvboost.errors import KVBoostError
 
-_Line = TypeVar("_Line")
+Line: TypeAlias = Mapping[str, Any]
+
+BASELINE = "transformers"
+AGAIN = "transformers-again"
+POOLED = "all"
+MAIN = "kvboost-auto"
+OURS = systems.OURS
+COMPARED_WITH_ALL = ("kvboost-exact", "kvboost-auto")
+SYSTEMS = (*OURS, *(name for name in systems.SYSTEMS if name not in OURS))
+PHASES = {
+    "cold": "nothing of the prompt is cached",
+    "warm": "the prompt starts with a cached prefix",
+    "moved": "the documents are cached, but from other positions",
+}
+METRICS = {"ttft": "first token", "total": "whole answer"}
+STAGES = ("tokenize", "wait", "lookup", "load", "select", "forward", "decode")
+
+# The page's style sheet gives each family its colour; the accent is ours alone.
+_FAMILIES = {
+    "transformers": "transformers",
+    "kvboost-public": "public",
+    "vllm": "vllm",
+    "llama": "llama",
+}
+_RUN: Line = dict.fromkeys(("model", "dtype", "commit", "date"), "?") | {
+    "seed": 0,
+    "rounds": 0,
+    "seconds": 0.0,
+    "machine": {},
+    "settings": {},
+    "is_quick": False,
+}
+_NEEDED = {
+    "system": ("system", "title"),
+    "absent": ("system", "title", "why"),
+    "measure": (
+        *("workload", "phase", "metric", "system", "baseline"),
+        *("system_ms", "baseline_ms", "ratio"),
+    ),
+    "stages": ("workload", "phase", "system", "stages_ms", "total_ms"),
+    "traffic": (
+        *("system", "requests", "ttft_p50_ms", "ttft_p95_ms", "total_p50_ms", "total_p95_ms"),
+    ),
+}
+_QUALITIES = ("top1", "baseline_top1", "score", "baseline_score")
+_OPTIONAL: dict[str, Line] = {
+    "system": {"versions": {}},
+    "measure": dict.fromkeys(("low", "high", "prompt_tokens", *_QUALITIES)) | {"pairs": 0},
+    "stages": {"covered": None, "least_covered": None, "answers": 0},
+    "traffic": {"seconds": 0.0, "repeats": 1},
+}
 
 
-@dataclass(frozen=True)
-class Run:
-    """What was run, where and of which code."""
-
-    model: str = "?"
-    dtype: str = "?"
-    seed: int = 0
-    rounds: int = 0
-    seconds: float = 0.0
-    commit: str = "?"
-    date: str = "?"
-    machine: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    is_quick: bool = False
-
-
-@dataclass(frozen=True)
-class SystemLine:
-    """A system that took part."""
-
-    system: str
-    title: str
-    versions: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Absent:
-    """A system that did not take part."""
-
-    system: str
-    title: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A system against a baseline: one workload, one phase, one metric."""
-
-    workload: str
-    phase: str
-    system: str
-    baseline: str
-    metric: str
-    system_ms: float
-    baseline_ms: float
-    ratio: float
-    low: float | None = None
-    high: float | None = None
-    pairs: int = 0
-    top1: float | None = None
-    baseline_top1: float | None = None
-    score: float | None = None
-    baseline_score: float | None = None
-    prompt_tokens: float | None = None
-
-
-@dataclass(frozen=True)
-class Stages:
-    """Where the time of an answer goes: medians of stages that follow each other."""
-
-    workload: str
-    phase: str
-    system: str
-    stages_ms: Mapping[str, float]
-    total_ms: float
-    covered: float | None = None
-    least_covered: float | None = None
-    answers: int = 0
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Percentiles of a system under requests that arrive by a plan."""
-
-    system: str
-    requests: int
-    ttft_p50_ms: float
-    ttft_p95_ms: float
-    total_p50_ms: float
-    total_p95_ms: float
-    seconds: float = 0.0
-    repeats: int = 1
-
-
-@dataclass(frozen=True)
 class Results:
     """All lines of a run."""
 
-    run: Run
-    systems: tuple[SystemLine, ...]
-    absent: tuple[Absent, ...]
-    measures: tuple[Measure, ...]
-    stages: tuple[Stages, ...]
-    traffic: tuple[Traffic, ...]
-    questions: tuple[Mapping[str, Any], ...]
+    def __init__(self, kinds: Mapping[str, list[dict[str, Any]]]) -> None:
+        """`kinds` has the lines by their kind."""
+
+        def whole(kind: str) -> list[Line]:
+            return [{**_OPTIONAL.get(kind, {}), **line} for line in kinds.get(kind, [])]
+
+        self.run = {**_RUN, **kinds.get("run", [{}])[-1]}
+        self.systems, self.absent = whole("system"), whole("absent")
+        self.measures, self.stages, self.traffic = map(whole, ("measure", "stages", "traffic"))
+        self._questions = kinds.get("question", [])
 
     @cached_property
-    def _measures(self) -> dict[tuple[str, ...], Measure]:
-        return {(m.workload, m.phase, m.metric, m.system, m.baseline): m for m in self.measures}
+    def _measures(self) -> dict[tuple[str, ...], Line]:
+        names = ("workload", "phase", "metric", "system", "baseline")
+        return {tuple(m[name] for name in names): m for m in self.measures}
 
     def find(
         self, workload: str, phase: str, metric: str, system: str, baseline: str = BASELINE
-    ) -> Measure | None:
+    ) -> Line | None:
         """Return the line of a comparison, or None."""
         return self._measures.get((workload, phase, metric, system, baseline))
 
-    def bare(self, workload: str, phase: str, metric: str) -> Measure | None:
+    def bare(self, workload: str, phase: str, metric: str) -> Line | None:
         """Return the line with the most pairs against the baseline: its side is the baseline's."""
-        lines = [
-            m
-            for m in self.measures
-            if (m.workload, m.phase, m.metric, m.baseline) == (workload, phase, metric, BASELINE)
-        ]
-        return max(lines, key=lambda m: m.pairs, default=None)
+        lines = (self.find(workload, phase, metric, system) for system in self.measured)
+        return max((m for m in lines if m), key=lambda m: int(m["pairs"]), default=None)
 
-    def asked(self, question: str) -> list[Mapping[str, Any]]:
-        """Return the rows of a question."""
-        return [row for row in self.questions if row.get("question") == question]
+    def asked(self, question: str, *names: str) -> list[Line]:
+        """Return the rows of a question that have a value for each of the names."""
+        return known([row for row in self._questions if row.get("question") == question], *names)
 
     def title(self, system: str) -> str:
         """Return the title of a system."""
-        return next((s.title for s in self.systems if s.system == system), system)
+        return next((str(s["title"]) for s in self.systems if s["system"] == system), system)
 
     @cached_property
     def measured(self) -> list[str]:
         """Systems with measures, the baseline among them, in the report's order."""
-        names = {m.system for m in self.measures} | {m.baseline for m in self.measures}
-        return sorted(names, key=system_place)
+        return sorted({m[n] for m in self.measures for n in ("system", "baseline")}, key=by_system)
 
     @cached_property
     def workloads(self) -> list[str]:
         """Workloads with measures, without the pooled one, in the report's order."""
-        names = {m.workload for m in self.measures} - {POOLED}
-        return sorted(names, key=workload_place)
+        return sorted({m["workload"] for m in self.measures} - {POOLED}, key=by_workload)
 
     def phases(self, workload: str) -> list[str]:
         """Return the phases that a workload has."""
-        names = {m.phase for m in self.measures if m.workload == workload}
-        return sorted(names, key=lambda name: place(name, PHASES))
+        return sorted(
+            {m["phase"] for m in self.measures if m["workload"] == workload}, key=by_phase
+        )
 
 
 def read_results(path: Path) -> Results:
@@ -172,34 +128,58 @@ def read_results(path: Path) -> Results:
         raise KVBoostError(f"{path.name} is not in {path.parent}: run the benchmark there first")
     kinds: dict[str, list[dict[str, Any]]] = {}
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if text.strip():
-            line = _parsed(text, path, number)
-            kinds.setdefault(line["kind"], []).append(line)
-    try:
-        return Results(
-            run=(_typed(Run, kinds.get("run", [])) or (Run(),))[-1],
-            systems=_typed(SystemLine, kinds.get("system", [])),
-            absent=_typed(Absent, kinds.get("absent", [])),
-            measures=_typed(Measure, kinds.get("measure", [])),
-            stages=_typed(Stages, kinds.get("stages", [])),
-            traffic=_typed(Traffic, kinds.get("traffic", [])),
-            questions=tuple(kinds.get("question", [])),
-        )
-    except TypeError as error:
-        message = f"{path.name} lacks fields ({error}): make it from raw.jsonl again"
-        raise KVBoostError(message) from error
+        try:
+            line = json.loads(text)
+            kind = line["kind"]
+        except (ValueError, TypeError, KeyError):
+            message = f"line {number} of {path.name} is damaged: make it from raw.jsonl again"
+            raise KVBoostError(message) from None
+        lost = [name for name in _NEEDED.get(kind, ()) if name not in line]
+        if lost:
+            message = f"{path.name} lacks fields ({', '.join(lost)}): make it from raw.jsonl again"
+            raise KVBoostError(message)
+        kinds.setdefault(kind, []).append(line)
+    return Results(kinds)
 
 
-def _parsed(text: str, path: Path, number: int) -> dict[str, Any]:
-    try:
-        line = json.loads(text)
-    except ValueError:
-        line = None
-    if not isinstance(line, dict) or "kind" not in line:
-        raise KVBoostError(f"line {number} of {path.name} is damaged: make it from raw.jsonl again")
-    return line
+def known(rows: Iterable[Line], *names: str) -> list[Line]:
+    """Return the rows that have a value for each of the names."""
+    return [row for row in rows if all(row.get(name) is not None for name in names)]
 
 
-def _typed(cls: type[_Line], lines: Iterable[Mapping[str, Any]]) -> tuple[_Line, ...]:
-    names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    return tuple(cls(**{k: v for k, v in line.items() if k in names}) for line in lines)
+def grouped(
+    rows: Iterable[Line], name: str, order: Callable[[Any], Any] | None = None
+) -> dict[Any, list[Line]]:
+    """Return the rows of each value of a field, in the order of the values."""
+    groups: dict[Any, list[Line]] = {}
+    for row in rows:
+        groups.setdefault(row.get(name), []).append(row)
+    return {value: groups[value] for value in sorted(groups, key=order)}
+
+
+def family(system: str) -> str:
+    """Return the style class of a system: ``ours``, or the family of a peer."""
+    if system in OURS:
+        return "ours"
+    return next((css for start, css in _FAMILIES.items() if system.startswith(start)), "other")
+
+
+def place(name: str, order: Iterable[str]) -> tuple[int, str]:
+    """Return a sorting key: the place in ``order``, names that are not in it last."""
+    names = list(order)
+    return (names.index(name) if name in names else len(names), name)
+
+
+def by_system(system: str) -> tuple[int, str]:
+    """Return the sorting key of a system."""
+    return place(system, SYSTEMS)
+
+
+def by_phase(phase: str) -> tuple[int, str]:
+    """Return the sorting key of a phase."""
+    return place(phase, PHASES)
+
+
+def by_workload(workload: str) -> tuple[int, str]:
+    """Return the sorting key of a workload: the pooled one first."""
+    return place(workload, (POOLED, *WORKLOADS))

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+from kvboost.bench.report import about, choices, compared, losses, questions, running
 from kvboost.bench.report.markdown import markdown
 from kvboost.bench.report.page import page
-from kvboost.bench.report.reading import read_results
-from kvboost.bench.report.sections import read_notes, sections
+from kvboost.bench.report.reading import Results, read_results
+from kvboost.bench.report.section import Part, Section
 
 
 def write_report(folder: Path) -> tuple[Path, Path]:
@@ -23,3 +24,39 @@ def write_report(folder: Path) -> tuple[Path, Path]:
     html.write_text(page(results, made), encoding="utf-8")
     text.write_text(markdown(results, made), encoding="utf-8")
     return html, text
+
+
+def sections(results: Results, notes: list[Part]) -> list[Section]:
+    """Return the sections for which there are results, in their order."""
+    made = (
+        about.measured(results),
+        compared.headline(results),
+        compared.workloads(results),
+        losses.losses(results, notes),
+        questions.frontier(results),
+        questions.length(results),
+        questions.share(results),
+        running.stages(results),
+        choices.modes(results),
+        choices.chunk(results),
+        choices.chunking(results),
+        choices.memory(results),
+        choices.hits(results),
+        running.traffic(results),
+        about.absent(results),
+        running.noise(results),
+        about.reproduce(results),
+        about.clock(),
+    )
+    return [section for section in made if section is not None]
+
+
+def read_notes(path: Path) -> list[Part]:
+    """Return a part for each "## title" of a Markdown file and the paragraphs below it."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    parts = []
+    for piece in f"\n{text}".split("\n## ")[1:]:
+        title, _, body = piece.partition("\n")
+        paragraphs = [" ".join(paragraph.split()) for paragraph in body.split("\n\n")]
+        parts.append(Part(title=title.strip(), text=tuple(p for p in paragraphs if p)))
+    return parts

@@ -38,16 +38,10 @@ class Bare(loop.System):
     def __init__(self, settings: dict[str, Any]) -> None:
         self._host = load(settings)
 
-    def versions(self) -> dict[str, str]:
-        """Of torch and Transformers."""
-        return loop.installed("torch", "transformers")
-
     def forget(self) -> None:
         """Nothing is kept."""
-        return
 
     def ask(self, tokens: list[int], num_new: int) -> loop.Answer:
-        """Answer one prompt."""
         return self._generate(tokens, num_new, time.perf_counter(), 0)
 
     def _generate(
@@ -75,11 +69,9 @@ class Prefix(Bare):
         self.forget()
 
     def forget(self) -> None:
-        """Start with an empty cache."""
         self._cache, self._held = DynamicCache(config=self._host.config), list[int]()
 
     def ask(self, tokens: list[int], num_new: int) -> loop.Answer:
-        """Answer one prompt."""
         started = time.perf_counter()
         shared = min(loop.num_common(self._held, tokens), len(tokens) - 1)
         if shared == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
@@ -16,13 +15,6 @@ PAGE_TOKENS = 64  # prompts share whole pages
 BATCH_TOKENS = 512  # of a step
 NUM_PROMPTS = 8  # of the longest kind, that the pages hold at the same time
 POLL_S = 1.0  # after which it is checked that the batch still runs
-
-
-@dataclass(frozen=True)
-class _Seen:
-    first_at: float  # by `time.perf_counter`, as `ended`
-    ended: float
-    tokens: list[int]
 
 
 class Continuous(loop.System):
@@ -40,23 +32,17 @@ class Continuous(loop.System):
         self._count = 0
         self._start()
 
-    def versions(self) -> dict[str, str]:
-        """Of torch and Transformers."""
-        return loop.installed("torch", "transformers")
-
     def forget(self) -> None:
         """Start anew: its pages cannot be emptied."""
         self.close()
         self._start()
 
     def ask(self, tokens: list[int], num_new: int) -> loop.Answer:
-        """Answer one prompt."""
         started = time.perf_counter()
-        (seen,) = self._collect([self._submit(tokens, num_new)])
-        return loop.Answer(seen.first_at - started, seen.ended - started, seen.tokens)
+        (answer,) = self._collect([self._submit(tokens, num_new)])
+        return answer.since(started)
 
-    def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Served]:
-        """All prompts join the batch as they come."""
+    def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Answer]:
         first = self._count + 1
         names = [_name(first + number) for number in range(len(requests))]
         times = list[float]()
@@ -70,13 +56,9 @@ class Continuous(loop.System):
         arriving.start()
         collected = self._collect(names)
         arriving.join()
-        return [
-            loop.Served(seen.first_at - arrived_at, seen.ended - arrived_at, seen.tokens)
-            for seen, arrived_at in zip(collected, times, strict=True)
-        ]
+        return [answer.since(at) for answer, at in zip(collected, times, strict=True)]
 
     def close(self) -> None:
-        """Stop the manager."""
         self._manager.stop(block=True)
 
     def _start(self) -> None:
@@ -94,10 +76,10 @@ class Continuous(loop.System):
         )
         return name
 
-    def _collect(self, names: Sequence[str]) -> list[_Seen]:
-        """Wait for the answers to these prompts."""
+    def _collect(self, names: Sequence[str]) -> list[loop.Answer]:
+        """Wait for the answers to these prompts; their times are those of the clock."""
         first_at: dict[str, float] = {}
-        done: dict[str, _Seen] = {}
+        done: dict[str, loop.Answer] = {}
         while len(done) < len(names):
             output = self._manager.get_result(timeout=POLL_S)
             now = time.perf_counter()
@@ -110,7 +92,8 @@ class Continuous(loop.System):
             if output.generated_tokens:
                 first_at.setdefault(name, now)
             if output.is_finished():
-                done[name] = _Seen(first_at.get(name, now), now, list(output.generated_tokens))
+                tokens = list(output.generated_tokens)
+                done[name] = loop.Answer(first_at.get(name, now), now, tokens)
         return [done[name] for name in names]
 
     def _check(self) -> None:

@@ -9,7 +9,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,6 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 WORKER = "kvboost.connectors.vllm.worker.KVBoostWorker"
 FORGET_S = 120.0
 START_S = 120.0
-
-
-@dataclass(frozen=True)
-class _Seen:
-    first_at: float  # by `time.perf_counter`, as `ended`
-    ended: float
-    output: Any
-
-    @property
-    def tokens(self) -> list[int]:
-        """The answer."""
-        return list(self.output.outputs[0].token_ids)
 
 
 class Vllm(loop.System):
@@ -57,8 +44,7 @@ class Vllm(loop.System):
         self._count = 0
 
     def versions(self) -> dict[str, str]:
-        """Of vLLM and what it runs on."""
-        return {"vllm": self._version, **loop.installed("torch", "transformers")}
+        return {"vllm": self._version, **super().versions()}
 
     def forget(self) -> None:
         """Empty the prefix cache, once all blocks were given back."""
@@ -70,21 +56,14 @@ class Vllm(loop.System):
             time.sleep(0.05)
 
     def ask(self, tokens: list[int], num_new: int) -> loop.Answer:
-        """Answer one prompt."""
         started = time.perf_counter()
         name = self._add(tokens, num_new)
-        seen = self._finish({name})[name]
-        return loop.Answer(
-            seen.first_at - started,
-            seen.ended - started,
-            seen.tokens,
-            self._num_cached(seen.output),
-        )
+        return self._finish({name})[name].since(started)
 
-    def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Served]:
+    def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Answer]:
         """All prompts join the batch as they come: between two steps."""
         started = time.perf_counter()
-        names, first_at, done = list[str](), dict[str, float](), dict[str, _Seen]()
+        names, first_at, done = list[str](), dict[str, float](), dict[str, loop.Answer]()
         while len(done) < len(requests):
             elapsed_s = time.perf_counter() - started
             while len(names) < len(requests) and requests[len(names)].at_s <= elapsed_s:
@@ -94,10 +73,9 @@ class Vllm(loop.System):
                 done |= self._step(first_at)
             else:
                 time.sleep(max(0.0, requests[len(names)].at_s - elapsed_s))
-        arrived = [started + request.at_s for request in requests]
         return [
-            loop.Served(seen.first_at - at, seen.ended - at, seen.tokens)
-            for seen, at in zip((done[name] for name in names), arrived, strict=True)
+            done[name].since(started + request.at_s)
+            for name, request in zip(names, requests, strict=True)
         ]
 
     def rest(self) -> None:
@@ -128,14 +106,14 @@ class Vllm(loop.System):
         num_cached: int | None = output.num_cached_tokens
         return num_cached
 
-    def _finish(self, names: set[str]) -> dict[str, _Seen]:
-        first_at, done = dict[str, float](), dict[str, _Seen]()
+    def _finish(self, names: set[str]) -> dict[str, loop.Answer]:
+        first_at, done = dict[str, float](), dict[str, loop.Answer]()
         while not names <= done.keys():
             done |= self._step(first_at)
         return done
 
-    def _step(self, first_at: dict[str, float]) -> dict[str, _Seen]:
-        """Those that ended in a step; notes which had their first token in it."""
+    def _step(self, first_at: dict[str, float]) -> dict[str, loop.Answer]:
+        """Answers that ended in a step, by the clock; notes which had their first token in it."""
         outputs = self._engine.step()
         now = time.perf_counter()
         done = {}
@@ -144,7 +122,8 @@ class Vllm(loop.System):
             if output.outputs[0].token_ids:
                 first_at.setdefault(name, now)
             if output.finished:
-                done[name] = _Seen(first_at.get(name, now), now, output)
+                tokens, num_cached = list(output.outputs[0].token_ids), self._num_cached(output)
+                done[name] = loop.Answer(first_at.get(name, now), now, tokens, num_cached)
         return done
 
 
@@ -162,7 +141,6 @@ class WithKVBoost(Vllm):
         super().__init__(settings, kv_transfer_config=connector, worker_cls=WORKER)
 
     def versions(self) -> dict[str, str]:
-        """Of ours, too."""
         import kvboost  # noqa: PLC0415  (only this system has it)
 
         return {"kvboost": kvboost.__version__, **super().versions()}
@@ -190,6 +168,8 @@ class WithKVBoost(Vllm):
 class WithLMCache(Vllm):
     """LMCache's server beside it: its connectors inside vLLM refuse a CPU."""
 
+    packages = ("lmcache", *Vllm.packages)
+
     def __init__(self, settings: dict[str, Any]) -> None:
         port, http_port = loop.free_port(), loop.free_port()
         program = Path(sys.executable).with_name("lmcache")
@@ -208,19 +188,13 @@ class WithLMCache(Vllm):
         }
         super().__init__(settings, kv_transfer_config=connector)
 
-    def versions(self) -> dict[str, str]:
-        """Of LMCache, too."""
-        return {**loop.installed("lmcache"), **super().versions()}
-
     def forget(self) -> None:
-        """Empty both caches."""
         super().forget()
         request = urllib.request.Request(f"{self._http}/cache/clear", method="POST")
         with urllib.request.urlopen(request) as response:
             response.read()
 
     def close(self) -> None:
-        """Stop its server."""
         self._server.terminate()
         self._server.wait()
 

@@ -18,6 +18,8 @@ LIBRARIES = Path(prefix).parent / "build" / "bin"  # where `kvboost bench setup 
 class LlamaCppPython(loop.System):
     """`Llama.generate`, below which there is no more text handling."""
 
+    packages = ("llama-cpp-python",)
+
     def __init__(self, settings: dict[str, Any]) -> None:
         if LIBRARIES.exists():
             os.environ["LLAMA_CPP_LIB_PATH"] = str(LIBRARIES)
@@ -29,17 +31,11 @@ class LlamaCppPython(loop.System):
             verbose=False,
         )
 
-    def versions(self) -> dict[str, str]:
-        """Of the package."""
-        return loop.installed("llama-cpp-python")
-
     def forget(self) -> None:
-        """Empty its cache."""
         self._llama.reset()
         self._llama._ctx.kv_cache_clear()  # noqa: SLF001  (there is no other door)
 
     def ask(self, tokens: list[int], num_new: int) -> loop.Answer:
-        """Answer one prompt."""
         held = self._llama.input_ids[: self._llama.n_tokens].tolist()
         started = time.perf_counter()
         new = self._llama.generate(tokens, temp=0.0, repeat_penalty=1.0)
@@ -51,7 +47,6 @@ class LlamaCppPython(loop.System):
         return loop.Answer(first_at - started, ended - started, answer, num_cached)
 
     def close(self) -> None:
-        """Free the model."""
         self._llama.close()
 
 

@@ -43,19 +43,16 @@ class LlamaServer(loop.System):
         self._wait()
 
     def versions(self) -> dict[str, str]:
-        """Of the build."""
         said = subprocess.run([str(PROGRAM), "--version"], capture_output=True, text=True)
         first = (said.stdout + said.stderr).strip().splitlines()[0]
         return {"llama.cpp": first.removeprefix("version: ")}
 
     def forget(self) -> None:
-        """Empty the slot."""
         status, said = self._post("/slots/0?action=erase", {})
         if status != http.HTTPStatus.OK:
             raise RuntimeError(f"llama-server does not erase its slot: {said!r}")
 
     def ask(self, tokens: list[int], num_new: int) -> loop.Answer:
-        """Answer one prompt."""
         started = time.perf_counter()
         first_at, answer, last = None, list[int](), dict[str, Any]()
         body = {
@@ -83,19 +80,13 @@ class LlamaServer(loop.System):
         num_cached = last.get("timings", {}).get("cache_n")
         return loop.Answer((first_at or ended) - started, ended - started, answer, num_cached)
 
-    def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Served]:
+    def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Answer]:
         """The server queues prompts as they come."""
-
-        def one(request: loop.Request, arrived_at: float) -> loop.Served:
-            waited_s = time.perf_counter() - arrived_at
-            return self.ask(request.tokens, request.num_new).after(waited_s)
-
         with ThreadPoolExecutor(len(requests)) as clients:
-            asked = [clients.submit(one, *each) for each in loop.arrivals(requests)]
+            asked = [clients.submit(self.ask_late, *each) for each in loop.arrivals(requests)]
             return [each.result() for each in asked]
 
     def close(self) -> None:
-        """Stop the server."""
         self._process.terminate()
         self._process.wait()
 

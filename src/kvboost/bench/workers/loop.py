@@ -10,7 +10,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import distributions, version
 from typing import Any, TextIO
 
@@ -25,9 +25,9 @@ class Answer:
     num_cached: int | None = None  # prompt tokens that were not computed; None: not known
     stages_ms: dict[str, float] = field(default_factory=dict)
 
-    def after(self, waited_s: float) -> Served:
-        """The same of a request that has waited before it was asked."""
-        return Served(waited_s + self.ttft_s, waited_s + self.total_s, self.tokens)
+    def since(self, start: float) -> Answer:
+        """The same with its times counted from `start`."""
+        return replace(self, ttft_s=self.ttft_s - start, total_s=self.total_s - start)
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,15 @@ class Request:
     num_new: int
 
 
-@dataclass(frozen=True)
-class Served:
-    """Times of a request since it arrived, and its answer."""
-
-    ttft_s: float
-    total_s: float
-    tokens: list[int]
-
-
 class System(ABC):
     """Something that answers prompts, greedily and without an end before `num_new` tokens."""
 
-    @abstractmethod
+    packages: tuple[str, ...] = ("torch", "transformers")
+
     def versions(self) -> dict[str, str]:
-        """Names and versions of what runs."""
+        """Names and versions of what runs: of those packages that are installed."""
+        present = [package for package in self.packages if any(distributions(name=package))]
+        return {package: version(package) for package in present}
 
     @abstractmethod
     def forget(self) -> None:
@@ -67,14 +61,17 @@ class System(ABC):
         """Wait until nothing goes on after the last answer."""
         return
 
-    def traffic(self, requests: Sequence[Request]) -> list[Served]:
-        """Answer prompts that come at their times; one after the other unless overridden."""
-        served = []
-        for request, arrived_at in arrivals(requests):
-            waited_s = time.perf_counter() - arrived_at
-            answer = self.ask(request.tokens, request.num_new)
-            served.append(answer.after(waited_s))
-        return served
+    def traffic(self, requests: Sequence[Request]) -> list[Answer]:
+        """Answer prompts that come at their times; one after the other unless overridden.
+
+        The times of an answer count from the arrival of its prompt.
+        """
+        return [self.ask_late(*each) for each in arrivals(requests)]
+
+    def ask_late(self, request: Request, arrived_at: float) -> Answer:
+        """Answer a prompt that may have waited."""
+        waited_s = time.perf_counter() - arrived_at
+        return self.ask(request.tokens, request.num_new).since(-waited_s)
 
     def close(self) -> None:
         """Give everything back."""
@@ -104,16 +101,6 @@ def free_port() -> int:
     return port
 
 
-def installed(*packages: str) -> dict[str, str]:
-    """Versions of those packages that are installed."""
-    present = [package for package in packages if _is_installed(package)]
-    return {package: version(package) for package in present}
-
-
-def _is_installed(package: str) -> bool:
-    return any(distributions(name=package))
-
-
 def serve(make: Callable[[dict[str, Any]], System]) -> None:
     """Make a system of the settings in the first argument, and do what standard input says."""
     commands, replies = _own_streams()
@@ -135,8 +122,8 @@ def handle(system: System, command: dict[str, Any]) -> dict[str, Any]:
         case "ask":
             return asdict(system.ask(command["tokens"], command["num_new"]))
         case "traffic":
-            served = system.traffic([Request(**each) for each in command["requests"]])
-            return {"answers": [asdict(each) for each in served]}
+            answers = system.traffic([Request(**each) for each in command["requests"]])
+            return {"answers": [asdict(each) for each in answers]}
         case "forget":
             system.forget()
         case "rest":

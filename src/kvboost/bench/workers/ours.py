@@ -26,10 +26,9 @@ class Ours(loop.System):
         )
 
     def versions(self) -> dict[str, str]:
-        """Of ours and of what it runs on."""
         import kvboost  # noqa: PLC0415  (only its version is of interest)
 
-        return {"kvboost": kvboost.__version__, **loop.installed("torch", "transformers")}
+        return {"kvboost": kvboost.__version__, **super().versions()}
 
     def forget(self) -> None:
         """Delete what is stored, once everything is."""
@@ -37,7 +36,6 @@ class Ours(loop.System):
         self._engine.contents.delete(None, tenant="")
 
     def ask(self, tokens: list[int], num_new: int) -> loop.Answer:
-        """Answer one prompt."""
         clock = FirstToken()
         started = time.perf_counter()
         result = self._engine.generate(
@@ -60,8 +58,7 @@ class Ours(loop.System):
         """Wait for storing and audits."""
         self._engine.flush()
 
-    def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Served]:
-        """All prompts join the batch as they come."""
+    def traffic(self, requests: Sequence[loop.Request]) -> list[loop.Answer]:
         waiting = []
         for request, arrived_at in loop.arrivals(requests):
             times = list[float]()
@@ -72,14 +69,13 @@ class Ours(loop.System):
             ended = Future[float]()
             ticket.future.add_done_callback(lambda _, to=ended: to.set_result(_now()))
             waiting.append((ticket, arrived_at, times, ended))
-        served = []
+        answers = []
         for ticket, arrived_at, times, ended in waiting:
-            answer = list(ticket.result().token_ids)
-            served.append(loop.Served(times[0] - arrived_at, ended.result() - arrived_at, answer))
-        return served
+            tokens = list(ticket.result().token_ids)
+            answers.append(loop.Answer(times[0], ended.result(), tokens).since(arrived_at))
+        return answers
 
     def close(self) -> None:
-        """Finish storing."""
         self._engine.close()
 
 

@@ -14,6 +14,8 @@ from transformers import AutoTokenizer
 class Public(loop.System):
     """Its engine on the same model in the same dtype; it takes texts only."""
 
+    packages = ("kvboost", "torch", "transformers")
+
     def __init__(self, settings: dict[str, Any]) -> None:
         package = import_module("kvboost")  # theirs: ours is not on this worker's path
         self._words = AutoTokenizer.from_pretrained(settings["model"])
@@ -27,12 +29,7 @@ class Public(loop.System):
             recompute_strategy="selective",
         )
 
-    def versions(self) -> dict[str, str]:
-        """Of the package and what it runs on."""
-        return loop.installed("kvboost", "torch", "transformers")
-
     def forget(self) -> None:
-        """Empty its cache."""
         self._engine.reset_cache()
 
     def ask(self, tokens: list[int], num_new: int) -> loop.Answer:
