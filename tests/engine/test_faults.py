@@ -10,7 +10,8 @@ import pytest
 import redis
 
 from servers import Proxy, Server, mooncake_master, redis_server
-from trials import DEADLINE_MS, trial, wait_for
+from trials import DEADLINE_MS, trial
+from waiting import wait_until
 
 pytestmark = [pytest.mark.tiny, pytest.mark.servers, pytest.mark.alone]
 
@@ -99,7 +100,7 @@ def test_a_disk_goes_on_without_the_redis_below_it(
         assert stats["is_up"] and stats["tier_faults"] > stats["faults"] == 0
         on.comes_back()
         on.tier = "redis"
-        wait_for(lambda: on.stats()["is_up"])
+        wait_until(lambda: on.stats()["is_up"])
 
 
 @pytest.mark.parametrize("share", [0.1, 0.6], ids=["a-tenth", "more-than-half"])
