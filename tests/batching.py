@@ -164,17 +164,17 @@ def check_stored_prefixes(engine: KVBoost, most: int = 4) -> int:
     """What is stored under prefix keys is what the model computes; how many were looked at."""
     engine.flush()
     parts, index = engine._parts, engine._parts.store.index
-    chains = []
-    for row, tokens in enumerate(index._tokens):
-        if tokens is None or not index._is_exact[row]:
-            continue
-        entry, chain, first = index._entry(row), [], -1
+    rows = [row for row, tokens in enumerate(index._tokens) if tokens is not None]
+    exact = [index._entry(row) for row in rows if index._is_exact[row]]
+    parents, chains = {entry.parent for entry in exact}, []
+    for entry in [entry for entry in exact if entry.prefix not in parents]:
+        chain, first = [], -1
         while entry is not None:
             chain[:0] = torch.frombuffer(bytearray(entry.tokens), dtype=torch.int32).tolist()
             first, entry = entry.home, index.before(entry)
         if first == 0:
             chains.append([*chain, 5])
-    chosen = sorted(chains, key=len)[-most:]
+    chosen = random.Random(len(chains)).sample(chains, min(most, len(chains)))
     for tokens in chosen:
         rows = []
         for mode in ("exact", "off"):

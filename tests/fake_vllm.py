@@ -176,6 +176,15 @@ def admit(side: SchedulerSide, request: FakeRequest, num_local: int = 0) -> tupl
     return count, is_beside
 
 
+def admitted(
+    side: SchedulerSide, tokens: list[int], **fields: Any
+) -> tuple[SchedulerSide, FakeRequest]:
+    """A side with a request that it has taken."""
+    request = FakeRequest("r", tokens, **fields)
+    admit(side, request)
+    return side, request
+
+
 PREFIX = words(64, seed=1)
 DOCUMENT = words(128, seed=2)
 ELSEWHERE = words(40, seed=3) + DOCUMENT + words(24, seed=4)  # where the document was read before

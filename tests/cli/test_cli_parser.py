@@ -111,7 +111,7 @@ commands = {list(COMMANDS)}
 assert not [name for name in commands if "kvboost.cli." + name in sys.modules]
 for name in commands:
     assert shown(name).startswith("usage: kvboost " + name), name
-heavy = ("torch", "transformers", "numpy", "pydantic", "fastapi", "rich", "shtab")
+heavy = ("torch", "transformers", "numpy", "pydantic", "fastapi", "httpx", "rich", "shtab")
 print([name for name in heavy if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -286,7 +286,6 @@ def test_a_model_that_is_not_there_is_a_failure(
     [
         ["analyze", "/no/file"],
         ["cache", "ls", "/no/folder"],
-        ["top", "--url", "http://127.0.0.1:9"],
     ],
     ids=" ".join,
 )

@@ -309,7 +309,7 @@ class Provenances(RuleBasedStateMachine):
 
     @invariant()
     def what_a_prefix_key_leads_to_is_exact(self) -> None:
-        check_stored_prefixes(self.engine, most=3)
+        check_stored_prefixes(self.engine, most=2)
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
