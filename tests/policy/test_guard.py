@@ -52,6 +52,15 @@ def test_after_the_trials_a_share_is_audited() -> None:
     assert sum(audited[NUM_TRIALS:]) == 20
 
 
+def test_an_audit_of_an_earlier_ratio_does_not_count() -> None:
+    guard = QualityGuard(budget_kl=0.05, ratios=(0.1, 0.2), audit_ratio=1.0)
+    for _ in range(2 * NUM_TRIALS):
+        assert guard.wants_audit("tenant")
+    for _ in range(2 * NUM_TRIALS):
+        guard.record("tenant", 0.1, 1.0, 0.0)
+    assert guard.terms("tenant").ratio == 0.2
+
+
 def test_without_idle_time_moved_text_waits_for_its_first_audits() -> None:
     guard = QualityGuard(budget_kl=0.05, ratios=(0.1,), audit_ratio=0.0)
     wanted = sum(guard.wants_audit("tenant") for _ in range(MOST_UNJUDGED))
