@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -19,6 +18,7 @@ from kvboost.core import Sampling, Span
 from kvboost.engine.batch.ticket import Ticket
 from kvboost.engine.prefill import Terms, complete, prefill
 from tiny_models import SUPPORTED, build
+from waiting import wait_until
 
 ENDLESS = Sampling(max_new_tokens=100_000, ignore_eos=True)
 WAIT_S = 120.0  # for what must come
@@ -37,6 +37,23 @@ class Engine(KVBoost):
 def engine_of(name: str = "llama", **options: Any) -> Engine:
     model = build(*SUPPORTED[name])
     return Engine(model, WordTokenizer(), **{"chunk_size": 16, **options})
+
+
+DOCUMENTS = [words(110 + 20 * seed, seed) for seed in range(4)]
+
+
+def about(order: list[int], seed: int) -> list[int]:
+    """A prompt with documents in this order."""
+    listed = [token for place in order for token in [7, 8, *DOCUMENTS[place]]]
+    return words(12, 100 + seed) + listed + words(15, 200 + seed)
+
+
+def moving_engine(name: str = "llama", **options: Any) -> Engine:
+    """Reuses moved text, whatever it costs: for a model of a few thousand weights nothing pays."""
+    moving = {"chunk_size": 32, "reuse": "auto", "quality_budget": 100.0}
+    engine = engine_of(name, **{**moving, **options})
+    engine._parts.cost.pays = lambda *_: True
+    return engine
 
 
 def greedy(num_new: int) -> Sampling:
@@ -132,12 +149,10 @@ def gate_of(engine: KVBoost) -> Iterator[Gate]:
         hook.remove()
 
 
-def wait_until(is_true: Callable[[], bool]) -> None:
-    for _ in range(int(WAIT_S / 0.005)):
-        if is_true():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it did not come true")
+def are_all_free(engine: KVBoost) -> bool:
+    """Whether running requests have given all their blocks back."""
+    engine.flush()
+    return engine._parts.pool.stats()["used_blocks"] == 0
 
 
 def come_to_rest(engine: KVBoost) -> None:
@@ -153,17 +168,17 @@ def check_stored_prefixes(engine: KVBoost, most: int = 4) -> int:
     """What is stored under prefix keys is what the model computes; how many were looked at."""
     engine.flush()
     parts, index = engine._parts, engine._parts.store.index
-    chains = []
-    for row, tokens in enumerate(index._tokens):
-        if tokens is None or not index._is_exact[row]:
-            continue
-        entry, chain, first = index._entry(row), [], -1
+    rows = [row for row, tokens in enumerate(index._tokens) if tokens is not None]
+    exact = [index._entry(row) for row in rows if index._is_exact[row]]
+    parents, chains = {entry.parent for entry in exact}, []
+    for entry in [entry for entry in exact if entry.prefix not in parents]:
+        chain, first = [], -1
         while entry is not None:
             chain[:0] = torch.frombuffer(bytearray(entry.tokens), dtype=torch.int32).tolist()
             first, entry = entry.home, index.before(entry)
         if first == 0:
             chains.append([*chain, 5])
-    chosen = sorted(chains, key=len)[-most:]
+    chosen = random.Random(len(chains)).sample(chains, min(most, len(chains)))
     for tokens in chosen:
         rows = []
         for mode in ("exact", "off"):

@@ -258,11 +258,3 @@ class Stand:
             self.server.should_exit = True
             thread.join(WAIT_S)
             assert not thread.is_alive()
-
-
-def until(is_so: Any) -> bool:
-    """Wait for something that another thread brings about."""
-    ends_at = time.monotonic() + WAIT_S
-    while not is_so() and time.monotonic() < ends_at:
-        time.sleep(0.005)
-    return bool(is_so())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -23,6 +22,7 @@ from kvboost.core import Entry, Provenance, Span
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
 from kvboost.tiers import anchors
+from waiting import wait_until
 
 MODEL = b"m3"  # its salt gives an anchor to each chunk that the tests move
 CHUNK_SIZE = 32
@@ -176,6 +176,15 @@ def admit(side: SchedulerSide, request: FakeRequest, num_local: int = 0) -> tupl
     return count, is_beside
 
 
+def admitted(
+    side: SchedulerSide, tokens: list[int], **fields: Any
+) -> tuple[SchedulerSide, FakeRequest]:
+    """A side with a request that it has taken."""
+    request = FakeRequest("r", tokens, **fields)
+    admit(side, request)
+    return side, request
+
+
 PREFIX = words(64, seed=1)
 DOCUMENT = words(128, seed=2)
 ELSEWHERE = words(40, seed=3) + DOCUMENT + words(24, seed=4)  # where the document was read before
@@ -251,19 +260,11 @@ def rows_of(worker: WorkerSide, block_ids: Sequence[int], span: Span) -> torch.T
     return BlockRows(worker.cache, block_ids).read(span)[0]
 
 
-def until(done: Callable[[], object]) -> None:
-    """Wait for a thread, with patience but not for ever."""
-    give_up = time.monotonic() + 20
-    while not done():
-        assert time.monotonic() < give_up
-        time.sleep(0.001)
-
-
 def do(worker: WorkerSide, work: StepWork) -> tuple[set[str], set[str]]:
     """Carry out a step to its end; whose blocks are saved, and loaded."""
     worker.begin_step(work)
     worker.end_step(work)
-    until(lambda: worker._num_pending == 0)
+    wait_until(lambda: worker._num_pending == 0)
     return worker.take_finished(work)
 
 

@@ -1,7 +1,8 @@
-"""A folder on a disk that can be slow or hang: a FUSE file system in a process of its own.
+"""Folders on small disks, and on one that can be slow or hang.
 
-`python fuse_disk.py SOURCE MOUNT BYTES_PER_S` serves until it is unmounted; stopped by a signal,
-it hangs every read and write, as a dead disk or network file system does.
+The latter is a FUSE file system in a process of its own: `python fuse_disk.py SOURCE MOUNT
+BYTES_PER_S` serves until it is unmounted; stopped by a signal, it hangs every read and write, as a
+dead disk or network file system does.
 """
 
 from __future__ import annotations
@@ -16,6 +17,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+
+@contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
+    """Mount a file system of that size on a folder."""
+    size = f"size={megabytes}m,mode=0700"
+    mount = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)]
+    if not sys.platform.startswith("linux") or subprocess.run(mount, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 class FuseDisk:

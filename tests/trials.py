@@ -16,6 +16,7 @@ from typing import Any
 from fakes import WordTokenizer, words
 from kvboost import KVBoost
 from tiny_models import SUPPORTED, build
+from waiting import wait_until
 
 DEADLINE_MS = 250
 NUM_REQUESTS = int(os.environ.get("KVBOOST_TEST_FAULTS", "50"))
@@ -49,13 +50,6 @@ def small_memory_bytes() -> int:
     with engine_of() as engine:
         frame_bytes = CHUNK_SIZE * engine._parts.model.geometry.bytes_per_token + 1024
     return NUM_CHUNKS_IN_MEMORY * frame_bytes
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.02)
 
 
 def nothing() -> None:
@@ -131,7 +125,7 @@ class Trial:
     def comes_back(self) -> None:
         """What is new is written again, and what memory lost comes from below again."""
         before = self.stats()
-        wait_for(self._is_used_since(before))
+        wait_until(self._is_used_since(before))
 
     def _is_used_since(self, before: dict[str, Any]) -> Callable[[], bool]:
         def is_used() -> bool:

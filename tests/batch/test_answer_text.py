@@ -19,9 +19,11 @@ class ByteTokenizer:
 
     def __init__(self, words: list[bytes]) -> None:
         self._words = words
+        self.most = 0  # tokens that were decoded at once
 
     def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
         assert skip_special_tokens
+        self.most = max(self.most, len(tokens))
         return b"".join(self._words[t] for t in tokens if t != SPECIAL).decode(errors="replace")
 
 
@@ -96,6 +98,18 @@ def test_of_two_stop_texts_the_one_that_is_complete_first_counts() -> None:
 def test_what_is_held_back_comes_at_the_end_if_no_stop_text_follows() -> None:
     pieces, is_stopped = read(ByteTokenizer([b"go", b"<en", b"d"]), [0, 1, 2], ("<end>",))
     assert pieces == ["go", "", "", "<end"] and not is_stopped
+
+
+def test_tokens_that_say_nothing_are_not_decoded_again_and_again() -> None:
+    tokenizer = ByteTokenizer([b"a", b"b"])
+    assert "".join(read(tokenizer, [0, *[SPECIAL] * 1000, 1], ())[0]) == "ab"
+    assert tokenizer.most < 10
+
+
+def test_bytes_that_never_become_a_character_are_given_out() -> None:
+    tokenizer = ByteTokenizer([b"\x80"])
+    assert "".join(read(tokenizer, [0] * 1000, ())[0]) == "\N{REPLACEMENT CHARACTER}" * 1000
+    assert tokenizer.most < 200
 
 
 @pytest.mark.model

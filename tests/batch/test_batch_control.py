@@ -21,7 +21,6 @@ from batching import (
     gate_of,
     greedy,
     running,
-    wait_until,
 )
 from fakes import WordTokenizer, words
 from kvboost import ConfigError, KVBoost, KVBoostError
@@ -29,6 +28,7 @@ from kvboost.core import Sampling
 from kvboost.engine.results import Delta
 from kvboost.errors import DeadlineExceeded, QueueFull, UnsupportedModel
 from tiny_models import REFUSED, build
+from waiting import at_once, wait_until
 
 pytestmark = pytest.mark.tiny
 
@@ -147,21 +147,11 @@ def test_a_full_queue_says_so_and_takes_requests_again_later(engine: KVBoost) ->
 
 
 def test_who_has_an_answer_finds_a_place_for_the_next_question(engine: KVBoost) -> None:
-    refused: list[BaseException] = []
-
     def ask(seed: int) -> None:
-        try:
-            for _ in range(20):
-                engine.submit(words(20, seed=seed), greedy(1)).result(WAIT_S)
-        except BaseException as error:
-            refused.append(error)
+        for _ in range(20):
+            engine.submit(words(20, seed=seed), greedy(1)).result(WAIT_S)
 
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(NUM_PLACES)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert refused == []
+    at_once(ask, range(NUM_PLACES))
 
 
 def test_requests_that_would_break_a_step_are_refused_before(engine: KVBoost) -> None:
@@ -231,11 +221,7 @@ def test_other_calls_do_not_starve_the_batch(engine: KVBoost) -> None:
             engine.generate(words(20, seed=number), 2)
             calls[number] += 1
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(call, range(2))
     assert max(calls) < 100
     ticket.cancel()
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -22,13 +23,13 @@ from batching import (
     greedy,
     mixed_prompts,
     running,
-    wait_until,
 )
 from fakes import words
 from kvboost import KVBoost
 from kvboost.core import MatchKind, Sampling, Span
 from kvboost.engine.batch.ticket import Ticket
 from kvboost.engine.warm import FEW_TOKENS, MANY_TOKENS
+from waiting import wait_until
 
 pytestmark = pytest.mark.tiny
 
@@ -277,45 +278,40 @@ def test_a_text_that_is_being_warmed_is_not_warmed_beside_it(engine: KVBoost) ->
     assert sorted(result.num_computed for result in results) == [1, 1, 1, len(text)]
 
 
-def test_a_request_that_needs_much_room_is_not_overtaken_for_ever() -> None:
-    with engine_of(max_batch_size=4, num_blocks=20, block_size=10) as engine:
-        stop = threading.Event()
+@contextmanager
+def asked_all_the_time(engine: KVBoost, num_threads: int) -> Iterator[None]:
+    """Short requests, one after the other on each thread, until the block ends."""
+    stop = threading.Event()
 
-        def ask(seed: int) -> None:
-            while not stop.is_set():
-                engine.submit(words(20, seed=seed), greedy(20)).result(WAIT_S)
+    def ask(seed: int) -> None:
+        while not stop.is_set():
+            engine.submit(words(20, seed=seed), greedy(20)).result(WAIT_S)
 
-        threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
+    with ThreadPoolExecutor(num_threads) as threads:
+        asking = [threads.submit(ask, seed) for seed in range(num_threads)]
         try:
-            wait_until(lambda: engine.batch_stats()["num_running"] >= 3)
-            large = engine.submit(words(150), greedy(40), reuse="off")
-            assert list(large.result(60).token_ids) == alone(words(150), 40)
+            yield
         finally:
             stop.set()
-            for thread in threads:
-                thread.join()
+    for each in asking:
+        each.result()
+
+
+def test_a_request_that_needs_much_room_is_not_overtaken_for_ever() -> None:
+    with (
+        engine_of(max_batch_size=4, num_blocks=20, block_size=10) as engine,
+        asked_all_the_time(engine, num_threads=4),
+    ):
+        wait_until(lambda: engine.batch_stats()["num_running"] >= 3)
+        large = engine.submit(words(150), greedy(40), reuse="off")
+        assert list(large.result(60).token_ids) == alone(words(150), 40)
 
 
 def test_rotation_that_depends_on_length_has_the_batch_for_itself_and_its_turn() -> None:
     long = words(1200, seed=31)
     with engine_of("phi3-longrope", max_batch_size=4) as engine:
-        stop = threading.Event()
-
-        def ask() -> None:
-            while not stop.is_set():
-                engine.submit(words(20), greedy(10)).result(WAIT_S)
-
-        threads = [threading.Thread(target=ask) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        try:
+        with asked_all_the_time(engine, num_threads=2):
             answer = engine.submit(long, greedy(5)).result(60)
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
         assert list(answer.token_ids) == alone(long, 5, "phi3-longrope")
         assert "beyond 1024 positions" in answer.reuse.note and answer.cached_tokens == 0
         short = engine.submit(words(20), greedy(10)).result(WAIT_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from batching import WAIT_S, alone, come_to_rest, engine_of, greedy, running
 from fakes import words
 from kvboost import ConfigError, KVBoost
 from tiny_models import SUPPORTED, build
+from waiting import at_once
 
 NUM_NEW = 24
 BEAMS = {"num_beams": 2, "max_new_tokens": NUM_NEW}
@@ -38,13 +38,6 @@ def native(prompt: list[int], seed: int = 0, **arguments: Any) -> list[int]:
     torch.manual_seed(seed)
     output: list[int] = model.generate(ids, attention_mask=mask, **arguments)[0].tolist()
     return output[len(prompt) :]
-
-
-def in_thread(work: Any) -> tuple[threading.Thread, list[Any]]:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(work()))
-    thread.start()
-    return thread, results
 
 
 def test_running_answers_go_on_beside_beams(engine: KVBoost) -> None:
@@ -80,25 +73,18 @@ def test_sampling_draws_what_transformers_draws_beside_others(engine: KVBoost) -
 def test_guests_take_turns_and_each_has_its_own_output(engine: KVBoost) -> None:
     prompts = [words(40 + number, seed=number) for number in range(3)]
     arguments = {"no_repeat_ngram_size": 3, "max_new_tokens": NUM_NEW, "eos_token_id": None}
-    calls = [in_thread(lambda p=p: engine.generate(p, **arguments)) for p in prompts]
-    for thread, _ in calls:
-        thread.join(WAIT_S)
-    outputs = [results[0].token_ids for _, results in calls]
-    assert outputs == [native(prompt, **arguments) for prompt in prompts]
+    results = at_once(lambda prompt: engine.generate(prompt, **arguments), prompts)
+    assert [each.token_ids for each in results] == [native(p, **arguments) for p in prompts]
     assert torch.is_grad_enabled()
     assert engine._worker.call(torch.is_grad_enabled)
 
 
 def test_calls_of_several_threads_share_steps() -> None:
-    engine = engine_of(max_batch_size=8)
     prompts = [words(40 + number, seed=number) for number in range(8)]
-    calls = [in_thread(lambda p=p: engine.generate(p, 64)) for p in prompts]
-    for thread, _ in calls:
-        thread.join(WAIT_S)
-    stats = engine.batch_stats()
-    engine.close()
-    assert stats["mean_batch_size"] > 2
-    for prompt, (_, (result,)) in zip(prompts, calls, strict=True):
+    with engine_of(max_batch_size=8) as engine:
+        results = at_once(lambda prompt: engine.generate(prompt, 64), prompts)
+        assert engine.batch_stats()["mean_batch_size"] > 2
+    for prompt, result in zip(prompts, results, strict=True):
         assert result.token_ids == alone(prompt, 64)[: len(result.token_ids)]
 
 

@@ -9,83 +9,24 @@ from typing import Any
 
 import pytest
 
+from batching import alone, answers, are_all_free, engine_of, greedy, mixed_prompts, moving_engine
 from fakes import WordTokenizer, words
 from kvboost import CPUPagedEngine, KVBoost
 from kvboost.core import MatchKind, Sampling
 from kvboost.engine.batch import batch as batch_module
-from kvboost.errors import DeadlineExceeded
 from tiny_models import SUPPORTED, build
 
 pytestmark = pytest.mark.tiny
 
-GREEDY = Sampling(max_new_tokens=12, ignore_eos=True)
 COMMON = words(160, seed=99)
 
 
-def engine_of(name: str = "llama", **options: Any) -> CPUPagedEngine:
-    return CPUPagedEngine(build(*SUPPORTED[name]), WordTokenizer(), chunk_size=16, **options)
-
-
-def mixed_prompts(count: int, seed: int = 0) -> list[list[int]]:
-    chance = random.Random(seed)
-    return [
-        COMMON[: chance.choice([0, 30, 130, 150, 160])] + words(chance.randint(1, 90), seed=number)
-        for number in range(count)
-    ]
-
-
-def alone(name: str, prompts: list[list[int]]) -> list[list[int]]:
-    with KVBoost(build(*SUPPORTED[name]), WordTokenizer(), chunk_size=16) as engine:
-        return [engine.generate(p, 12, reuse="off", eos_token_id=None).token_ids for p in prompts]
-
-
-def all_are_free(engine: CPUPagedEngine) -> bool:
-    engine.flush()
-    stats = engine.paged_stats()
-    return stats["used_blocks"] == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "block_size", "num_blocks"),
-    [
-        ("llama", 7, 90),
-        ("llama", 16, 64),
-        ("llama", 200, 5),
-        ("gemma3-two-rotations", 7, 90),
-        ("gpt_oss-sinks", 7, 90),
-        ("deepseek_v3-mla", 7, 90),
-        ("llama-dynamic", 7, 90),
-    ],
-)
-def test_answers_from_blocks_are_the_answers_alone(
-    name: str, block_size: int, num_blocks: int
-) -> None:
-    prompts = mixed_prompts(12)
-    wanted = alone(name, prompts)
-    with engine_of(name, block_size=block_size, num_blocks=num_blocks) as engine:
-        for _ in range(2):
-            tickets = [engine.submit(prompt, GREEDY) for prompt in prompts]
-            assert [list(ticket.result(60).token_ids) for ticket in tickets] == wanted
-        assert all_are_free(engine)
-
-
-def moved_answers(strategy: str, memory: str) -> list[tuple[int, ...]]:
+def moved_answers(strategy: str, *, is_scattered: bool) -> list[tuple[int, ...]]:
     """Answers to prompts with documents in new places, one by one."""
     documents = [words(60, seed=seed) for seed in range(3)]
-    with KVBoost(
-        build(*SUPPORTED["llama"]),
-        WordTokenizer(),
-        chunk_size=16,
-        reuse="auto",
-        recompute_strategy=strategy,
-        quality_budget=100.0,
-        audit_ratio=1.0,
-        promote=False,
-        num_blocks=120,
-        block_size=7,
-    ) as engine:
-        engine._parts.cost.pays = lambda *_: True
-        if memory == "pieces":  # no two free blocks follow one another
+    options = {"recompute_strategy": strategy, "audit_ratio": 1.0, "promote": False}
+    with moving_engine(chunk_size=16, num_blocks=120, block_size=7, **options) as engine:
+        if is_scattered:  # no two free blocks follow one another
             engine._parts.pool.hold(range(0, 120, 2))
         for document in documents:
             engine.warm(document, anywhere=True, preface="5 6 7")
@@ -93,7 +34,7 @@ def moved_answers(strategy: str, memory: str) -> list[tuple[int, ...]]:
         for number in range(6):
             text = documents[number % 3] + documents[(number + 1) % 3]
             prompt = words(20, seed=10 + number) + text + words(9, seed=number)
-            results.append(engine.submit(prompt, GREEDY).result(60))
+            results.append(engine.submit(prompt, greedy(12)).result(60))
             engine.flush()
         assert sum(result.reuse.tokens(MatchKind.MOVED) for result in results) >= 500
         assert engine.cache_stats()["audits"] >= 3
@@ -102,19 +43,19 @@ def moved_answers(strategy: str, memory: str) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("strategy", ["sampled", "cacheblend", "query"])
 def test_moved_text_in_scattered_blocks_is_as_in_one_run(strategy: str) -> None:
-    wanted = moved_answers(strategy, "one run")
-    assert moved_answers(strategy, "blocks") == moved_answers(strategy, "pieces") == wanted
+    wanted = moved_answers(strategy, is_scattered=False)
+    assert moved_answers(strategy, is_scattered=True) == wanted
 
 
 def test_requests_that_begin_alike_hold_the_same_blocks() -> None:
     seen: list[dict[str, int]] = []
     with engine_of(num_blocks=80) as engine:
-        engine.submit(COMMON + words(5, seed=1), GREEDY).result(60)
+        engine.submit(COMMON + words(5, seed=1), greedy(12)).result(60)
         tickets = [
             engine.submit(
                 COMMON + words(5, seed=number),
-                GREEDY,
-                listener=lambda _: seen.append(engine.paged_stats()),
+                greedy(12),
+                listener=lambda _: seen.append(engine._parts.pool.stats()),
             )
             for number in range(6)
         ]
@@ -125,17 +66,17 @@ def test_requests_that_begin_alike_hold_the_same_blocks() -> None:
         assert most["used_blocks"] <= 10 + 6 * 2
         assert most["saved_blocks"] >= 5 * 10
         assert most["used_bytes"] == most["used_blocks"] * most["block_bytes"]
-        assert all_are_free(engine)
+        assert are_all_free(engine)
 
 
-def break_a_step(engine: CPUPagedEngine, patch: pytest.MonkeyPatch) -> None:
+def break_a_step(engine: KVBoost, patch: pytest.MonkeyPatch) -> None:
     def fail(segments: Any) -> Any:
         raise RuntimeError("no")
 
     patch.setattr(engine._parts.model, "forward_packed", fail)
 
 
-def break_a_start(engine: CPUPagedEngine, patch: pytest.MonkeyPatch) -> None:
+def break_a_start(engine: KVBoost, patch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> Any:
         raise RuntimeError("no")
 
@@ -144,46 +85,20 @@ def break_a_start(engine: CPUPagedEngine, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fault", [break_a_step, break_a_start])
 def test_requests_that_fail_give_their_blocks_back(
-    fault: Callable[[CPUPagedEngine, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[KVBoost, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = mixed_prompts(6)
-    wanted = alone("llama", prompts)
+    wanted = [alone(prompt, 12) for prompt in prompts]
     with engine_of(num_blocks=64) as engine:
         with monkeypatch.context() as patch:
             fault(engine, patch)
-            failed = [engine.submit(prompt, GREEDY) for prompt in prompts]
+            failed = [engine.submit(prompt, greedy(12)) for prompt in prompts]
             errors = [ticket.future.exception(60) for ticket in failed]
         assert [str(error) for error in errors] == ["no"] * len(prompts)
-        assert all_are_free(engine)
+        assert are_all_free(engine)
         # The errors are still there, and with them all that failed: nobody may wait for it.
-        tickets = [engine.submit(prompt, GREEDY) for prompt in prompts]
-        assert [list(ticket.result(60).token_ids) for ticket in tickets] == wanted
-
-
-def test_whoever_leaves_early_gives_its_blocks_back_and_others_keep_theirs() -> None:
-    prompts = [COMMON + words(9, seed=number) for number in range(5)]
-    wanted = alone("llama", prompts)
-    long = Sampling(max_new_tokens=200, ignore_eos=True)
-    with engine_of(num_blocks=120) as engine:
-
-        def stop(_: Any) -> None:
-            raise RuntimeError("enough")
-
-        leaving = [
-            engine.submit(COMMON, long),
-            engine.submit(COMMON + words(3, seed=50), long, deadline_s=0.05),
-            engine.submit(COMMON + words(3, seed=51), long, listener=stop),
-        ]
-        leaving.append(engine.submit(COMMON + words(3, seed=52), long))
-        staying = [
-            engine.submit(prompt, GREEDY, listener=lambda _: leaving[0].cancel())
-            for prompt in prompts
-        ]
-        leaving[3].cancel()
-        assert [list(ticket.result(60).token_ids) for ticket in staying] == wanted
-        kinds = [type(ticket.future.exception(60)) for ticket in leaving]
-        assert kinds == [CancelledError, DeadlineExceeded, RuntimeError, CancelledError]
-        assert all_are_free(engine)
+        tickets = [engine.submit(prompt, greedy(12)) for prompt in prompts]
+        assert answers(tickets) == wanted
 
 
 def test_random_traffic_never_runs_out_of_blocks() -> None:
@@ -198,7 +113,7 @@ def test_random_traffic_never_runs_out_of_blocks() -> None:
                 chance.choice(tickets).cancel()
         errors = [ticket.future.exception(120) for ticket in tickets]
         assert {type(error) for error in errors} <= {type(None), CancelledError}
-        assert all_are_free(engine)
+        assert are_all_free(engine)
 
 
 def test_a_paged_engine_is_loaded_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,11 +125,11 @@ def test_a_paged_engine_is_loaded_by_name(monkeypatch: pytest.MonkeyPatch) -> No
         per_token = engine._parts.model.geometry.bytes_per_token
         assert stats["pool_bytes"] == 40 * 8 * per_token
         assert engine.batch_stats()["kv_capacity_tokens"] == 320
-        answers = engine.generate_batch([COMMON, COMMON], max_new_tokens=4)
-        assert answers[0].token_ids == answers[1].token_ids
-        assert all_are_free(engine)
+        first, second = engine.generate_batch([COMMON, COMMON], max_new_tokens=4)
+        assert first.token_ids == second.token_ids
+        assert are_all_free(engine)
 
 
 def test_the_backend_of_a_paged_engine_cannot_be_another() -> None:
     with pytest.raises(TypeError, match="backend"):
-        engine_of(backend="auto")
+        CPUPagedEngine(build(*SUPPORTED["llama"]), WordTokenizer(), backend="auto")

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from batching import WAIT_S, alone, answers, check_stored_prefixes, engine_of, greedy, wait_until
+from batching import WAIT_S, alone, answers, are_all_free, check_stored_prefixes, engine_of, greedy
 from fakes import words
 from kvboost import KVBoost
 from kvboost.core import Sampling
 from kvboost.engine.batch import member
 from kvboost.engine.results import Delta
 from kvboost.models.rows import Rows
+from waiting import wait_until
 
 NEW_ROWS = 16
 NUM_NEW = 2 * NEW_ROWS + 10
@@ -34,11 +35,6 @@ def prompts_of(count: int) -> list[list[int]]:
 def num_blocks_for(num_requests: int, block_size: int) -> int:
     """For prompts that begin alike once, and the rest of each."""
     return -(-len(COMMON) // block_size) + num_requests * -(-(LONGEST + NUM_NEW) // block_size)
-
-
-def are_all_free(engine: KVBoost) -> bool:
-    engine.flush()
-    return engine._parts.pool.stats()["used_blocks"] == 0
 
 
 @pytest.mark.tiny

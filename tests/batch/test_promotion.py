@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from test_batch_moved import about, moving_engine
 
-from batching import WAIT_S, alone, check_stored_prefixes, greedy
+from batching import WAIT_S, about, alone, check_stored_prefixes, greedy, moving_engine
 from fakes import words
 from kvboost import KVBoost
 from kvboost.core import MatchKind

@@ -40,23 +40,6 @@ def take(queue: FairQueue, is_ready: Any = lambda _: True) -> Any:
     return chosen
 
 
-def test_one_tenants_requests_come_in_the_order_of_its_calls() -> None:
-    queue, members = FairQueue(), [member() for _ in range(5)]
-    for each in members:
-        queue.add(each)
-    assert [take(queue) for _ in range(6)] == [*members, None]
-
-
-def test_a_flood_of_one_tenant_does_not_hold_up_another() -> None:
-    queue = FairQueue()
-    for _ in range(50):
-        queue.add(member("flood"))
-    for _ in range(3):
-        queue.add(member("other"))
-    tenants = [take(queue).request.tenant for _ in range(8)]
-    assert tenants.count("other") == 3
-
-
 def test_tenants_take_turns_by_tokens_and_not_by_requests() -> None:
     queue = FairQueue()
     for _ in range(40):

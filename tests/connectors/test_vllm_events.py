@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from kvboost.connectors.vllm.events import GROUP_TOKENS, Blocks, EventReader, decode
 from kvboost.routing import places
 from kvboost.routing.held import Held
+from waiting import wait_until
 
 SIZE = 16  # tokens in a block
 BAD = 13  # a block that cannot be added
@@ -237,10 +237,7 @@ def publisher(tmp_path: Any) -> Iterator[Publisher]:
 
 
 def until(told: Told, tokens: list[int]) -> None:
-    stop_at = time.monotonic() + 20
-    while told.tokens != tokens and time.monotonic() < stop_at:
-        time.sleep(0.01)
-    assert told.tokens == tokens
+    wait_until(lambda: told.tokens == tokens)
 
 
 @contextmanager

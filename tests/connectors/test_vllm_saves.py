@@ -12,6 +12,7 @@ from fake_vllm import (
     PREFIX,
     FakeRequest,
     admit,
+    admitted,
     all_saves,
     knowing,
     moved_prompt,
@@ -24,8 +25,7 @@ from kvboost.reuse.lookup import LEAST_TOKENS
 
 
 def test_a_prompt_is_saved_once_and_with_its_last_piece() -> None:
-    side, request = scheduler_side(), FakeRequest("r", words(100), cache_salt="b")
-    admit(side, request)
+    side, request = admitted(scheduler_side(), words(100), cache_salt="b")
     assert side.step({"r": 60}, {"r": request}, ()).saves == []
     request.num_computed_tokens = 60
     assert side.step({"r": 39}, {"r": request}, ()).saves == []
@@ -44,15 +44,13 @@ def test_steps_of_unknown_requests_save_nothing() -> None:
 
 
 def test_prompts_of_a_few_tokens_are_not_saved() -> None:
-    side, request = scheduler_side(), FakeRequest("r", words(LEAST_TOKENS - 1))
-    admit(side, request)
+    side, request = admitted(scheduler_side(), words(LEAST_TOKENS - 1))
     assert side.step({"r": 15}, {"r": request}, ()).saves == []
 
 
 def test_of_an_approximate_request_only_rows_before_moved_text_are_saved() -> None:
     options = Options(reuse="auto", chunk_size=CHUNK_SIZE, audit_ratio=0.0)
-    side, request = knowing(options=options), FakeRequest("r", moved_prompt())
-    admit(side, request)
+    side, request = admitted(knowing(options=options), moved_prompt())
     side.loaded(["r"])
     request.num_computed_tokens = MOVED_STOP
     (save,) = side.step({"r": 30}, {"r": request}, ()).saves
@@ -64,8 +62,7 @@ def test_of_an_approximate_request_only_rows_before_moved_text_are_saved() -> No
 
 
 def test_a_request_that_ends_saves_all_rows_but_that_of_its_last_token() -> None:
-    side, request = scheduler_side(), FakeRequest("r", words(100), cache_salt="b")
-    admit(side, request)
+    side, request = admitted(scheduler_side(), words(100), cache_salt="b")
     request.answer([7, 8, 9])
     keeps_blocks, _ = side.finish(request)
     assert keeps_blocks
@@ -74,8 +71,7 @@ def test_a_request_that_ends_saves_all_rows_but_that_of_its_last_token() -> None
 
 
 def test_rows_that_steps_ahead_have_counted_are_not_saved() -> None:
-    side, request = scheduler_side(), FakeRequest("r", words(100))
-    admit(side, request)
+    side, request = admitted(scheduler_side(), words(100))
     request.answer([7, 8, 9])
     request.num_computed_tokens = 105
     side.finish(request)
@@ -83,16 +79,14 @@ def test_rows_that_steps_ahead_have_counted_are_not_saved() -> None:
 
 
 def test_a_request_that_ends_amid_its_prompt_saves_what_is_computed() -> None:
-    side, request = scheduler_side(), FakeRequest("r", words(100))
-    admit(side, request)
+    side, request = admitted(scheduler_side(), words(100))
     request.num_computed_tokens = 40
     assert side.finish(request)[0]
     assert all_saves(side)[0].tokens == words(100)[:40]
 
 
 def test_a_save_under_way_keeps_its_blocks_when_the_request_ends() -> None:
-    side, request = scheduler_side(), FakeRequest("r", words(LEAST_TOKENS))
-    admit(side, request)
+    side, request = admitted(scheduler_side(), words(LEAST_TOKENS))
     assert len(side.step({"r": LEAST_TOKENS}, {"r": request}, ()).saves) == 1
     request.num_computed_tokens = LEAST_TOKENS  # and no token was chosen yet
     assert side.finish(request)[0]
@@ -111,8 +105,7 @@ def test_a_request_that_ends_while_it_loads_keeps_nothing(prompt: list[int]) -> 
 
 
 def test_a_request_that_ends_after_its_load_is_saved() -> None:
-    side, request = knowing(), FakeRequest("r", PREFIX + words(50))
-    admit(side, request)
+    side, request = admitted(knowing(), PREFIX + words(50))
     side.loaded(["unknown", "r"])
     request.num_computed_tokens = len(PREFIX)
     assert side.finish(request)[0]
@@ -120,8 +113,7 @@ def test_a_request_that_ends_after_its_load_is_saved() -> None:
 
 
 def test_rows_that_were_approximate_once_stay_so_for_a_request() -> None:
-    side, request = knowing(), FakeRequest("r", moved_prompt())
-    admit(side, request)
+    side, request = admitted(knowing(), moved_prompt())
     side.step({}, {}, ["r"])
     assert side.match(request, 96) == (MOVED_STOP - 96, True)  # its own blocks, from vLLM
     side.allocated(request, MOVED_STOP - 96)

@@ -16,6 +16,7 @@ from fake_vllm import (
     PREFIX,
     FakeRequest,
     admit,
+    admitted,
     changes_of,
     knowing,
     moved_prompt,
@@ -57,8 +58,7 @@ def test_an_exact_prefix_is_promised_without_what_vllm_has(num_local: int) -> No
 
 def test_what_could_not_be_loaded_is_not_promised_again() -> None:
     """VLLM asks again when the first block of a load has failed: it must compute then."""
-    side, request = knowing(), FakeRequest("r", PREFIX + words(50))
-    admit(side, request)
+    side, request = admitted(knowing(), PREFIX + words(50))
     side.step({}, {}, ())
     side.loaded(["r"])
     assert side.match(request, 0) == (0, False)
@@ -67,8 +67,7 @@ def test_what_could_not_be_loaded_is_not_promised_again() -> None:
 
 
 def test_a_request_that_was_preempted_is_loaded_again() -> None:
-    side, request = knowing(), FakeRequest("r", PREFIX + words(50))
-    admit(side, request)
+    side, request = admitted(knowing(), PREFIX + words(50))
     side.step({}, {}, ())
     side.loaded(["r"])
     side.step({}, {}, ["r", "unknown"])
@@ -76,8 +75,7 @@ def test_a_request_that_was_preempted_is_loaded_again() -> None:
 
 
 def test_a_load_is_handed_out_once() -> None:
-    side, request = knowing(), FakeRequest("r", PREFIX + words(50))
-    admit(side, request)
+    side, request = admitted(knowing(), PREFIX + words(50))
     side.allocated(request, len(PREFIX))
     assert len(side.step({}, {}, ()).loads) == 1
     assert side.step({}, {}, ()).loads == []
@@ -188,8 +186,7 @@ def test_a_request_waits_until_workers_have_brought_what_there_is() -> None:
 
 
 def test_what_is_brought_for_a_request_that_is_gone_is_no_matter() -> None:
-    side, request = scheduler_side(must_bring=True), FakeRequest("r", words(100))
-    admit(side, request)
+    side, request = admitted(scheduler_side(must_bring=True), words(100))
     assert side.finish(request)[0] is False
     side.report(Report(brought=["r"]))
     assert side.match(request, 0) == (0, False)

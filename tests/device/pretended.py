@@ -31,43 +31,16 @@ from kvboost.models import kernels
 
 HOST = torch.device("cpu")
 VIEWS = {
-    "view",
-    "_unsafe_view",
-    "slice",
-    "select",
-    "transpose",
-    "unsqueeze",
-    "expand",
-    "permute",
-    "t",
-    "alias",
-    "detach",
-    "as_strided",
-    "split",
-    "split_with_sizes",
-    "unbind",
-    "squeeze",
-    "narrow",
-    "movedim",
-    "lift_fresh",
-    "_reshape_alias",
-    "diagonal",
-    "unfold",
-    "view_as_real",
-    "_conj",
+    "view", "_unsafe_view", "slice", "select", "transpose", "unsqueeze", "expand", "permute", "t",
+    "alias", "detach", "as_strided", "split", "split_with_sizes", "unbind", "squeeze", "narrow",
+    "movedim", "lift_fresh", "_reshape_alias", "diagonal", "unfold", "view_as_real", "_conj",
     "numpy_T",
-}
+}  # fmt: skip
 MADE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 FREE = VIEWS | MADE | {"resolve_conj", "resolve_neg", "is_same_size", "set_", "is_pinned"}
 WAITS = {
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "equal",
-    "is_nonzero",
-    "unique",
-    "_unique2",
-}
+    "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "_unique2",
+}  # fmt: skip
 MAY_MIX = {"copy_", "_to_copy", "index", "index_put_", "index_put", "_index_put_impl_", "set_"}
 CONCATENATIONS = ("cat", "stack")
 

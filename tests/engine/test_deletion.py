@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from kvboost.tiers import stack, urls
 from kvboost.tiers.epochs import epoch_key, owner
 from servers import Server, redis_server
 from tiny_models import SUPPORTED, build
+from waiting import wait_until
 
 pytestmark = pytest.mark.tiny
 
@@ -60,13 +60,6 @@ def in_redis(server: Server, part: bytes) -> bool:
 
 def in_files(folder: Path, part: bytes) -> bool:
     return any(part in path.read_bytes() for path in folder.rglob("*") if path.is_file())
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.02)
 
 
 def store_both(engine: KVBoost) -> None:
@@ -133,7 +126,7 @@ def test_every_copy_of_a_text_is_deleted() -> None:
 def test_nothing_of_a_request_that_runs_while_its_tenant_is_deleted_is_stored() -> None:
     with engine_of() as engine:
         ticket = engine.submit(SECRET, tenant="alice")
-        wait_for(lambda: engine.batch_stats()["num_running"] > 0 or ticket.future.done())
+        wait_until(lambda: engine.batch_stats()["num_running"] > 0 or ticket.future.done())
         if ticket.future.done():
             pytest.skip("it was faster")
         engine.contents.delete(None, **ALICE)
@@ -173,7 +166,7 @@ def test_a_disk_that_is_down_keeps_its_deletion_pending(
         assert deletion.num_deleted == 7 and len(deletion.pending) == 1
         assert cached(engine, SECRET, **ALICE) == 0
         disk.fault = ""
-        wait_for(lambda: not any(owner("alice", 0) in frame for frame in disk.frames.values()))
+        wait_until(lambda: not any(owner("alice", 0) in frame for frame in disk.frames.values()))
         assert cached(engine, OTHERS, **BOB) == len(OTHERS)
 
 
@@ -193,7 +186,7 @@ def test_redis_frozen_while_a_tenant_is_deleted(
             report = engine.explain([*SECRET, 9], **ALICE)  # an answer would be stored anew
             assert report.tokens(MatchKind.EXACT) == 0
             server.thaw()
-            wait_for(lambda: not in_redis(server, owner("alice", 0)))
+            wait_until(lambda: not in_redis(server, owner("alice", 0)))
             assert cached(other, SECRET, **ALICE) == 0  # though it had it in memory
             assert cached(engine, OTHERS, **BOB) == len(OTHERS)
 
@@ -213,7 +206,7 @@ def test_redis_restarted_after_a_tenant_was_deleted(patient: None, tmp_path: Pat
             server.start()
             assert in_redis(server, said(SECRET))
             guarded = engine._parts.store.tiers._below[0]
-            wait_for(lambda: guarded.tier is not None)
+            wait_until(lambda: guarded.tier is not None)
             assert cached(engine, [*SECRET[:-1], 8], **ALICE) == 0
             engine.flush()  # it has told the server the epoch again
             with engine_of(**url) as fresh:
@@ -229,7 +222,7 @@ def test_a_deletion_is_not_lost_on_a_process_that_did_not_know_the_epoch() -> No
     shared.raise_epoch(epoch_key("t"), 3)
     assert store.delete_all("t", store.tiers.patience()) == 0
     assert store.epochs.of("t") == 1
-    wait_for(lambda: shared.epoch(epoch_key("t")) == 4)
+    wait_until(lambda: shared.epoch(epoch_key("t")) == 4)
     assert store.tiers.not_erased(10) == [] and store.epochs.of("t") == 4
     store.tiers.close()
 
@@ -243,7 +236,7 @@ def test_a_tier_that_does_not_answer_has_no_epoch_overwritten() -> None:
     store.refresh("t", store.tiers.patience())
     shared.fault = ""
     shared.thawed.set()
-    wait_for(lambda: store.tiers.stats()["faulty-0"]["is_up"])
+    wait_until(lambda: store.tiers.stats()["faulty-0"]["is_up"])
     store.refresh("t", store.tiers.patience())
     assert store.epochs.of("t") == shared.epoch(epoch_key("t")) == 2
     store.tiers.close()

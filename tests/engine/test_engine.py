@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,17 +13,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from batching import engine_of
 from fakes import WordTokenizer, byte_tokenizer, words
 from kvboost import ConfigError, GenerationMode, KVBoost, KVBoostError, TextStream, UnsupportedModel
 from kvboost.core import MatchKind, Span
 from tiny_models import REFUSED, SUPPORTED, build
+from waiting import at_once
 
 pytestmark = pytest.mark.tiny
-
-
-def engine_of(name: str = "llama", seed: int = 0, **options: object) -> KVBoost:
-    options = {"chunk_size": 16} | options
-    return KVBoost(build(*SUPPORTED[name], seed=seed), WordTokenizer(), **options)
 
 
 @pytest.fixture
@@ -330,7 +326,8 @@ def test_tenants_and_models_do_not_meet(engine: KVBoost) -> None:
     engine.generate(prompt, 2, tenant="a")
     assert engine.generate(prompt, 2, tenant="b").cached_tokens == 0
     assert engine.generate(prompt, 2, tenant="a").cached_tokens == 39
-    prints = {engine_of(seed=seed)._parts.model.fingerprint for seed in (0, 0, 1)}
+    models = [build(*SUPPORTED["llama"], seed=seed) for seed in (0, 0, 1)]
+    prints = {KVBoost(each, WordTokenizer())._parts.model.fingerprint for each in models}
     assert len(prints) == 2
     other = build("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}})
     assert KVBoost(other, WordTokenizer())._parts.model.fingerprint not in prints
@@ -523,7 +520,7 @@ def test_modes_of_the_original_package(engine: KVBoost) -> None:
 
 
 def test_threads_get_the_answers_they_would_get_alone(engine: KVBoost) -> None:
-    shared, failures = words(50), []
+    shared = words(50)
     prompts = [shared[: 10 * (turn % 6)] + words(15, seed=turn) for turn in range(12)]
     alone = [plain(prompt, 6) for prompt in prompts]
 
@@ -532,15 +529,9 @@ def test_threads_get_the_answers_they_would_get_alone(engine: KVBoost) -> None:
             call = engine.generate if turn % 3 else engine.stream
             answer = call(prompts[turn], 6)
             text = answer.output_text if turn % 3 else "".join(answer)
-            if text != WordTokenizer().decode(alone[turn]):
-                failures.append(turn)
+            assert text == WordTokenizer().decode(alone[turn])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    at_once(work, range(8))
 
 
 def test_from_pretrained_and_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ import pytest
 import redis
 
 from servers import Proxy, Server, mooncake_master, redis_server
-from trials import DEADLINE_MS, trial, wait_for
+from trials import DEADLINE_MS, trial
+from waiting import wait_until
 
 pytestmark = [pytest.mark.tiny, pytest.mark.servers, pytest.mark.alone]
 
@@ -99,45 +100,32 @@ def test_a_disk_goes_on_without_the_redis_below_it(
         assert stats["is_up"] and stats["tier_faults"] > stats["faults"] == 0
         on.comes_back()
         on.tier = "redis"
-        wait_for(lambda: on.stats()["is_up"])
+        wait_until(lambda: on.stats()["is_up"])
 
 
-@pytest.mark.parametrize("share", [0.1, 0.6], ids=["a-tenth", "more-than-half"])
-def test_a_slow_redis_below_the_deadline(proxy: Proxy, calm_s: float, share: float) -> None:
-    begin = partial(proxy.spoil, delay_s=share * DEADLINE_MS / 1e3)
+@pytest.mark.parametrize(
+    "slowed",
+    [*({"delay_s": share * DEADLINE_MS / 1e3} for share in (0.1, 0.6, 1.3)), {"bytes_per_s": 2e5}],
+    ids=str,
+)
+def test_a_slow_redis(proxy: Proxy, calm_s: float, slowed: dict[str, float]) -> None:
     with trial("redis", cache_url=url_of(proxy.port)) as on:
-        on.run(f"redis late by {share:.0%} of the deadline", begin, proxy.spoil, calm_s)
+        on.run(f"redis with {slowed}", partial(proxy.spoil, **slowed), proxy.spoil, calm_s)
+        if slowed.get("delay_s", 0) > DEADLINE_MS / 1e3:  # it is left alone
+            assert 0 < on.stats()["faults"] <= MAX_PAUSES
         on.comes_back()
 
 
-def test_a_redis_slower_than_the_deadline_is_left_alone(proxy: Proxy, calm_s: float) -> None:
-    begin = partial(proxy.spoil, delay_s=1.3 * DEADLINE_MS / 1e3)
-    with trial("redis", cache_url=url_of(proxy.port)) as on:
-        on.run("redis late by 130% of the deadline", begin, proxy.spoil, calm_s)
-        assert 0 < on.stats()["faults"] <= MAX_PAUSES
-        on.comes_back()
-
-
-def test_a_throttled_redis(proxy: Proxy, calm_s: float) -> None:
-    begin = partial(proxy.spoil, bytes_per_s=200_000)
-    with trial("redis", cache_url=url_of(proxy.port)) as on:
-        on.run("redis throttled to 200 kB/s", begin, proxy.spoil, calm_s)
-        on.comes_back()
-
-
-def test_bytes_that_were_changed_on_their_way_are_not_used(proxy: Proxy, calm_s: float) -> None:
+@pytest.mark.parametrize(("spoiled", "counted"), [("flips", "damaged"), ("cuts", "faults")])
+def test_values_that_are_spoiled_on_their_way_are_not_used(
+    proxy: Proxy, calm_s: float, spoiled: str, counted: str
+) -> None:
+    """A bit is flipped, or the connection ends in the middle of a value."""
+    begin = partial(proxy.spoil, **{f"{spoiled}_values": True})
     with trial("redis", cache_url=url_of(proxy.port)) as on:
         on.make_reading_pay()
-        on.run("redis corrupted", partial(proxy.spoil, flips_values=True), proxy.spoil, calm_s)
-        assert on.stats()["damaged"] > 0
-        on.comes_back()
-
-
-def test_a_connection_that_ends_in_the_middle_of_a_value(proxy: Proxy, calm_s: float) -> None:
-    with trial("redis", cache_url=url_of(proxy.port)) as on:
-        on.make_reading_pay()
-        on.run("redis truncated", partial(proxy.spoil, cuts_values=True), proxy.spoil, calm_s)
-        assert on.stats()["faults"] > 0
+        on.run(f"redis that {spoiled} values", begin, proxy.spoil, calm_s)
+        assert on.stats()[counted] > 0
         on.comes_back()
 
 

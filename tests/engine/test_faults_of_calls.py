@@ -12,7 +12,7 @@ from fakes import WordTokenizer, words
 from kvboost import KVBoost
 from nth_call import ERRORS, counted_calls
 from tiny_models import SUPPORTED, build
-from trials import wait_for
+from waiting import wait_until
 
 pytestmark = [pytest.mark.tiny, pytest.mark.alone]
 
@@ -60,7 +60,7 @@ def test_every_request_is_answered(tmp_path: Path, case: int, step: int) -> None
                 assert answers(engine) == expected
                 assert answers(engine) == expected
                 calls.heal()
-                wait_for(lambda engine=engine: is_used(engine))
+                wait_until(lambda engine=engine: is_used(engine))
             with engine_of(tmp_path / str(nth)) as engine:
                 assert answers(engine) == expected
 
@@ -75,4 +75,4 @@ def test_an_engine_starts_whatever_fails(tmp_path: Path, error: str) -> None:
                 answer = engine.generate(PROMPTS[0], 4).token_ids
                 calls.heal()
                 assert engine.generate(PROMPTS[0], 4).token_ids == answer
-                wait_for(lambda engine=engine: is_used(engine))
+                wait_until(lambda engine=engine: is_used(engine))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fuse_disk import small_disk
 from kvboost.tiers.disk import log
 from kvboost.tiers.disk.segment import Segment
 from trials import NUM_NEW, POOL, trial
@@ -32,13 +33,9 @@ def calm_s(tmp_path_factory: pytest.TempPathFactory) -> float:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of a few MB."""
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=0700", "tmpfs", str(tmp_path)]
-    if not sys.platform.startswith("linux") or subprocess.run(mount, check=False).returncode:
-        pytest.skip("no file system can be mounted here")
-    yield tmp_path
-    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+def mounted(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path, DISK_BYTES >> 20):
+        yield tmp_path
 
 
 def fill(folder: Path) -> None:
@@ -54,34 +51,34 @@ def remount(folder: Path, how: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
 
 
-def test_a_disk_that_is_smaller_than_the_budget(small_disk: Path, calm_s: float) -> None:
-    options = {"disk_cache_dir": str(small_disk / "cache"), "max_disk_bytes": 8 * DISK_BYTES}
+def test_a_disk_that_is_smaller_than_the_budget(mounted: Path, calm_s: float) -> None:
+    options = {"disk_cache_dir": str(mounted / "cache"), "max_disk_bytes": 8 * DISK_BYTES}
     with trial("disk", **options) as on:
         on.run("disk smaller than the budget", calm_s=calm_s)
         on.comes_back()
 
 
-def test_a_disk_that_is_full_in_the_middle(small_disk: Path, calm_s: float) -> None:
-    folder = small_disk / "cache"
+def test_a_disk_that_is_full_in_the_middle(mounted: Path, calm_s: float) -> None:
+    folder = mounted / "cache"
     with trial("disk", disk_cache_dir=str(folder), max_disk_bytes=DISK_BYTES) as on:
-        free = (small_disk / "filling").unlink
-        on.run("disk full for a while", partial(fill, small_disk), free, calm_s)
+        free = (mounted / "filling").unlink
+        on.run("disk full for a while", partial(fill, mounted), free, calm_s)
         on.comes_back()
 
 
-def test_a_disk_that_is_full_at_the_start(small_disk: Path, calm_s: float) -> None:
-    fill(small_disk)
-    with trial("disk", disk_cache_dir=str(small_disk / "cache"), max_disk_bytes=DISK_BYTES) as on:
-        free = (small_disk / "filling").unlink
+def test_a_disk_that_is_full_at_the_start(mounted: Path, calm_s: float) -> None:
+    fill(mounted)
+    with trial("disk", disk_cache_dir=str(mounted / "cache"), max_disk_bytes=DISK_BYTES) as on:
+        free = (mounted / "filling").unlink
         on.run("disk full at the start", end=free, calm_s=calm_s)
         assert on.stats()["faults"] > 0 and on.stats()["dropped"] > 0
         on.comes_back()
 
 
-def test_a_disk_that_is_read_only_at_the_start(small_disk: Path, calm_s: float) -> None:
-    remount(small_disk, "ro")
-    with trial("disk", disk_cache_dir=str(small_disk / "cache"), max_disk_bytes=DISK_BYTES) as on:
-        on.run("disk read-only at the start", end=partial(remount, small_disk, "rw"), calm_s=calm_s)
+def test_a_disk_that_is_read_only_at_the_start(mounted: Path, calm_s: float) -> None:
+    remount(mounted, "ro")
+    with trial("disk", disk_cache_dir=str(mounted / "cache"), max_disk_bytes=DISK_BYTES) as on:
+        on.run("disk read-only at the start", end=partial(remount, mounted, "rw"), calm_s=calm_s)
         assert on.stats()["faults"] > 0
         on.comes_back()
 

@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fakes import WordTokenizer, words
+from batching import DOCUMENTS, about, check_stored_prefixes, engine_of, moving_engine
+from fakes import words
 from kvboost import ConfigError, KVBoost
 from kvboost.core import MatchKind, Provenance, Span
 from kvboost.engine.prefill import Terms, complete, prefill
@@ -21,32 +22,17 @@ from kvboost.models import certify
 from kvboost.policy.cost import Work
 from kvboost.policy.guard import NUM_TRIALS
 from kvboost.tiers import anchors
-from tiny_models import SUPPORTED, build
 
 pytestmark = pytest.mark.tiny
 
 
-def engine_of(name: str = "llama", *, minds_cost: bool = False, **options: object) -> KVBoost:
-    options = {"chunk_size": 32, "reuse": "auto", "quality_budget": 100.0} | options
-    engine = KVBoost(build(*SUPPORTED[name]), WordTokenizer(), **options)
-    if not minds_cost:  # for a model of a few thousand weights nothing pays
-        engine._parts.cost.pays = lambda *_: True
-    return engine
-
-
 @pytest.fixture
 def engine() -> Iterator[KVBoost]:
-    with engine_of() as made:
+    with moving_engine() as made:
         yield made
 
 
 MODES = ("off", "exact", "auto")
-DOCUMENTS = [words(110 + 20 * seed, seed) for seed in range(4)]
-
-
-def prompt(order: list[int], seed: int) -> list[int]:
-    listed = [t for i in order for t in [7, 8, *DOCUMENTS[i]]]
-    return words(12, 100 + seed) + listed + words(15, 200 + seed)
 
 
 @pytest.mark.parametrize(
@@ -55,10 +41,10 @@ def prompt(order: list[int], seed: int) -> list[int]:
 def test_documents_are_reused_in_any_order_and_the_answer_is_a_full_one_at_ratio_1(
     name: str,
 ) -> None:
-    with engine_of(name, recompute_ratio=1.0) as engine:
-        engine.generate(prompt([0, 1, 2, 3], 0), 1)
+    with moving_engine(name, recompute_ratio=1.0) as engine:
+        engine.generate(about([0, 1, 2, 3], 0), 1)
         for seed, order in enumerate(([3, 1, 0, 2], [2, 0]), 1):
-            tokens = prompt(order, seed)
+            tokens = about(order, seed)
             result = engine.generate(tokens, 8)
             assert result.reuse.tokens(MatchKind.MOVED) >= sum(len(DOCUMENTS[i]) for i in order)
             assert result.token_ids == engine.generate(tokens, 8, reuse="off").token_ids
@@ -68,9 +54,9 @@ def test_documents_are_reused_in_any_order_and_the_answer_is_a_full_one_at_ratio
     "strategy", ["sampled", "selective", "cacheblend", "query", "sensitivity", "none"]
 )
 def test_every_strategy_answers_and_counts(strategy: str) -> None:
-    with engine_of(recompute_strategy=strategy) as engine:
+    with moving_engine(recompute_strategy=strategy) as engine:
         engine.warm([" ".join(map(str, document)) for document in DOCUMENTS], preface="9 9 9 9")
-        result = engine.generate(prompt([1, 3, 0], 1), 4)
+        result = engine.generate(about([1, 3, 0], 1), 4)
         moved = result.reuse.tokens(MatchKind.MOVED)
         assert moved >= sum(len(DOCUMENTS[i]) for i in (1, 3, 0))
         assert result.cached_tokens == moved - result.reuse.repaired_tokens
@@ -81,10 +67,10 @@ def test_every_strategy_answers_and_counts(strategy: str) -> None:
 
 
 def test_a_warmed_document_knows_which_tokens_depend_on_their_context() -> None:
-    with engine_of(recompute_strategy="sensitivity", recompute_ratio=0.05) as engine:
+    with moving_engine(recompute_strategy="sensitivity", recompute_ratio=0.05) as engine:
         engine.warm([" ".join(map(str, DOCUMENTS[0]))], preface=" ".join(map(str, words(40, 9))))
         parts = engine._parts
-        tokens = prompt([0], 1)
+        tokens = about([0], 1)
         prefilled = prefill(tokens, parts, Terms("auto", "", 0.05), capacity=len(tokens))
         count = round(0.05 * prefilled.plan.num_reused)
         # Without a ranking the first tokens would be taken.
@@ -93,8 +79,8 @@ def test_a_warmed_document_knows_which_tokens_depend_on_their_context() -> None:
 
 
 def test_exact_requests_see_nothing_of_moved_ones(engine: KVBoost) -> None:
-    engine.generate(prompt([0, 1, 2], 0), 1)
-    tokens = prompt([2, 1, 0], 1)
+    engine.generate(about([0, 1, 2], 0), 1)
+    tokens = about([2, 1, 0], 1)
     engine.generate(tokens, 8)
     exact = engine.generate(tokens, 8, reuse="exact")
     assert exact.reuse.tokens(MatchKind.MOVED) == 0
@@ -107,7 +93,7 @@ def test_with_same_company_a_planted_neighbour_changes_nothing() -> None:
     first = [*words(12, 91), *planted, *DOCUMENTS[0], *words(15, 93)]
     for company in ("any", "same"):
         options = {"company": company, "recompute_strategy": "none"}
-        with engine_of(**options, promote=False) as engine:
+        with moving_engine(**options, promote=False) as engine:
             engine.generate(first, 1)
             result = engine.generate(clean, 8)
             if company == "any":
@@ -120,15 +106,15 @@ def test_with_same_company_a_planted_neighbour_changes_nothing() -> None:
 
 
 def test_with_same_company_documents_in_another_order_are_reused() -> None:
-    with engine_of(company="same") as engine:
-        engine.generate([*words(12, 91), *prompt([0, 1, 2], 0)[12:]], 1)
-        other = engine.generate([*words(12, 91), *prompt([2, 0, 1], 1)[12:]], 1)
+    with moving_engine(company="same") as engine:
+        engine.generate([*words(12, 91), *about([0, 1, 2], 0)[12:]], 1)
+        other = engine.generate([*words(12, 91), *about([2, 0, 1], 1)[12:]], 1)
         assert other.reuse.tokens(MatchKind.MOVED) > 300
 
 
 def test_new_text_between_moved_texts_is_stored_and_found_again(engine: KVBoost) -> None:
     new = words(120, 77)
-    engine.generate(prompt([0, 1], 0), 1)
+    engine.generate(about([0, 1], 0), 1)
     engine.generate(words(9, 1) + DOCUMENTS[1] + new + DOCUMENTS[0] + words(9, 2), 1)
     result = engine.generate(words(30, 3) + new + words(9, 4), 1)
     assert result.reuse.tokens(MatchKind.MOVED) >= len(new)
@@ -153,24 +139,24 @@ def test_what_is_computed_on_approximate_text_is_not_stored(engine: KVBoost) -> 
 
 
 def test_moved_text_is_not_stored_a_second_time() -> None:
-    with engine_of(promote=False) as engine:
-        engine.generate(prompt([0, 1, 2, 3], 0), 1)
+    with moving_engine(promote=False) as engine:
+        engine.generate(about([0, 1, 2, 3], 0), 1)
         engine.flush()
         before = engine.cache_stats()["hot_memory_mb"]
         for seed in range(1, 6):
-            engine.generate(prompt(random.Random(seed).sample(range(4), 4), seed), 1)
+            engine.generate(about(random.Random(seed).sample(range(4), 4), seed), 1)
         engine.flush()
         assert engine.cache_stats()["hot_memory_mb"] < 1.3 * before
 
 
 def test_audits_find_a_bad_strategy_and_the_engine_falls_back_to_exact() -> None:
     options = {"recompute_strategy": "none", "quality_budget": 1e-5}
-    with engine_of(**options) as engine:
-        engine.generate(prompt([0, 1, 2, 3], 0), 1)
+    with moving_engine(**options) as engine:
+        engine.generate(about([0, 1, 2, 3], 0), 1)
         notes = []
         for seed in range(1, NUM_TRIALS + 2):
             order = random.Random(seed).sample(range(4), 4)
-            result = engine.generate(prompt(order, seed), 6)
+            result = engine.generate(about(order, seed), 6)
             notes.append(result.reuse.note)
             engine.flush()
         assert result.reuse.tokens(MatchKind.MOVED) == 0
@@ -179,14 +165,14 @@ def test_audits_find_a_bad_strategy_and_the_engine_falls_back_to_exact() -> None
         quality = engine.cache_stats()["quality"][""]
         assert quality["audits"] == NUM_TRIALS
         assert not quality["moved_allowed"]
-        assert engine.generate(prompt([1, 0], 50), 1, tenant="new").reuse.note == ""
+        assert engine.generate(about([1, 0], 50), 1, tenant="new").reuse.note == ""
 
 
 def test_audits_of_a_full_repair_find_nothing() -> None:
-    with engine_of(recompute_ratio=1.0, quality_budget=1e-4) as engine:
-        engine.generate(prompt([0, 1, 2, 3], 0), 1)
+    with moving_engine(recompute_ratio=1.0, quality_budget=1e-4) as engine:
+        engine.generate(about([0, 1, 2, 3], 0), 1)
         for seed in range(1, NUM_TRIALS + 2):
-            engine.generate(prompt([seed % 4, (seed + 1) % 4], seed), 6)
+            engine.generate(about([seed % 4, (seed + 1) % 4], seed), 6)
             engine.flush()
         quality = engine.cache_stats()["quality"][""]
         assert quality["audits"] >= NUM_TRIALS
@@ -200,30 +186,30 @@ def test_a_model_that_cannot_be_moved_gets_exact_reuse_and_says_why(
     monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
     broken = certify.Rotations(refusal="no rotation explains how K of layer 0 moves (misfit 2)")
     monkeypatch.setattr(certify, "measure_rotations", lambda *_: broken)
-    with engine_of() as engine:
-        engine.generate(prompt([0, 1], 0), 1)
-        moved = engine.generate(prompt([1, 0], 1), 1)
-        again = engine.generate(prompt([0, 1], 0), 1)
+    with moving_engine() as engine:
+        engine.generate(about([0, 1], 0), 1)
+        moved = engine.generate(about([1, 0], 1), 1)
+        again = engine.generate(about([0, 1], 0), 1)
         assert moved.reuse.tokens(MatchKind.MOVED) == 0
         assert "no rotation explains" in moved.reuse.note
         assert again.reuse.tokens(MatchKind.EXACT) > 200
 
 
 def test_what_would_be_slower_is_not_reused() -> None:
-    with engine_of(minds_cost=True) as engine:
-        engine.generate(prompt([0, 1, 2, 3], 0), 1)
+    with engine_of(chunk_size=32, reuse="auto", quality_budget=100.0) as engine:
+        engine.generate(about([0, 1, 2, 3], 0), 1)
         engine.flush()
         for num_rows in (100, 200, 400):
             engine._parts.cost.observe(Work.of(400, num_rows, 400 - num_rows + 1), 1000.0)
-        tokens = prompt([3, 1], 1)
+        tokens = about([3, 1], 1)
         assert "computing it is faster" in str(engine.explain(tokens).spans)
         assert engine.generate(tokens, 1).reuse.tokens(MatchKind.MOVED) == 0
 
 
 def test_predicted_and_actual_times_are_reported(engine: KVBoost) -> None:
     for seed in range(3):
-        engine.generate(prompt([0, 1, 2, 3], seed), 1)
-        result = engine.generate(prompt([2, 3, 1], seed + 10), 1)
+        engine.generate(about([0, 1, 2, 3], seed), 1)
+        result = engine.generate(about([2, 3, 1], seed + 10), 1)
     report = result.reuse
     assert report.predicted_ms is not None and report.predicted_ms > 0
     assert report.full_ms is not None and report.full_ms > 0
@@ -231,15 +217,15 @@ def test_predicted_and_actual_times_are_reported(engine: KVBoost) -> None:
 
 
 def test_deterministic_engines_move_nothing() -> None:
-    with engine_of(deterministic=True, piece_tokens=64) as engine:
-        engine.generate(prompt([0, 1, 2, 3], 0), 1)
-        assert engine.generate(prompt([3, 2], 1), 1).reuse.tokens(MatchKind.MOVED) == 0
+    with moving_engine(deterministic=True, piece_tokens=64) as engine:
+        engine.generate(about([0, 1, 2, 3], 0), 1)
+        assert engine.generate(about([3, 2], 1), 1).reuse.tokens(MatchKind.MOVED) == 0
 
 
 def test_beams_and_assisted_decoding_work_on_moved_text() -> None:
-    with engine_of(recompute_ratio=1.0) as engine:
-        engine.generate(prompt([0, 1, 2], 0), 1)
-        tokens = prompt([2, 0], 1)
+    with moving_engine(recompute_ratio=1.0) as engine:
+        engine.generate(about([0, 1, 2], 0), 1)
+        tokens = about([2, 0], 1)
         for arguments in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {}):
             result = engine.generate(tokens, 6, **arguments)
             full = engine.generate(tokens, 6, reuse="off", **arguments)
@@ -248,9 +234,9 @@ def test_beams_and_assisted_decoding_work_on_moved_text() -> None:
 
 
 def test_rows_between_computed_ones_are_corrected(engine: KVBoost) -> None:
-    engine.generate(prompt([0, 1], 0), 1)
+    engine.generate(about([0, 1], 0), 1)
     engine.flush()
-    tokens = prompt([1, 0], 1)
+    tokens = about([1, 0], 1)
     parts = engine._parts
     prefilled = prefill(tokens, parts, Terms("auto", "", 0.15), capacity=len(tokens))
     span = Span(12 + 2, 12 + 2 + len(DOCUMENTS[1]))
@@ -271,10 +257,10 @@ def test_documents_have_the_same_tokens_wherever_they_stand(engine: KVBoost) -> 
 
 
 def test_explain_says_why(engine: KVBoost) -> None:
-    engine.generate(prompt([0, 1], 0), 1)
+    engine.generate(about([0, 1], 0), 1)
     engine.generate(words(60, 5), 1, tenant="other")
     engine.flush()
-    tokens = prompt([0, 1], 0)[:200] + words(60, 5) + DOCUMENTS[1] + words(40, 6)
+    tokens = about([0, 1], 0)[:200] + words(60, 5) + DOCUMENTS[1] + words(40, 6)
     report = engine.explain(tokens, across_tenants=True)
     kinds = [each.kind for each in report.spans]
     assert kinds[:4] == [MatchKind.EXACT, MatchKind.MISS, MatchKind.MOVED, MatchKind.MISS]
@@ -283,13 +269,13 @@ def test_explain_says_why(engine: KVBoost) -> None:
     assert "another tenant" not in str(engine.explain(tokens).spans)  # that is nobody's business
     assert "later than when it was computed" in report.spans[2].reason
     assert report.spans[3].reason == "not seen before"
-    differing = engine.explain([*prompt([0, 1], 0)[:90], *words(90, 7)])
+    differing = engine.explain([*about([0, 1], 0)[:90], *words(90, 7)])
     assert "the nearest stored prompt has" in differing.spans[1].reason
     assert engine.cache_stats()["requests"] == 2  # nothing was run
 
 
 def test_explain_knows_what_was_evicted() -> None:
-    with engine_of(max_chunks=6) as engine:
+    with moving_engine(max_chunks=6) as engine:
         engine.generate(words(150, 1), 1)
         engine.generate(words(150, 2), 1)
         engine.flush()
@@ -302,17 +288,17 @@ class Provenances(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.engine = engine_of(max_chunks=60)
+        self.engine = moving_engine(max_chunks=60)
         self.seed = 0
 
     @rule(order=st.permutations(range(4)), count=st.integers(1, 4), mode=st.sampled_from(MODES))
     def ask(self, order: list[int], count: int, mode: str) -> None:
         self.seed += 1
-        self.engine.generate(prompt(order[:count], self.seed % 3), 3, reuse=mode)
+        self.engine.generate(about(order[:count], self.seed % 3), 3, reuse=mode)
 
     @rule(order=st.permutations(range(4)), count=st.integers(1, 4))
     def go_on_with_an_answer(self, order: list[int], count: int) -> None:
-        tokens = prompt(order[:count], 1)
+        tokens = about(order[:count], 1)
         answer = self.engine.generate(tokens, 4).token_ids
         self.engine.generate(tokens + answer + words(6, 300), 2)
 
@@ -323,35 +309,7 @@ class Provenances(RuleBasedStateMachine):
 
     @invariant()
     def what_a_prefix_key_leads_to_is_exact(self) -> None:
-        engine = self.engine
-        engine.flush()
-        parts = engine._parts
-        for tokens in self._stored_prompts():
-            reused = prefill(tokens, parts, Terms("exact"), capacity=len(tokens))
-            complete(reused, tokens, parts)
-            rows = [part.clone() for part in reused.rows.read(Span(0, len(tokens)))]
-            reused.rows.release()
-            fresh = prefill(tokens, parts, Terms("off"), capacity=len(tokens))
-            complete(fresh, tokens, parts)
-            for ours, theirs in zip(rows, fresh.rows.read(Span(0, len(tokens))), strict=True):
-                assert float((ours - theirs).abs().max()) < 1e-4
-            fresh.rows.release()
-
-    def _stored_prompts(self) -> list[list[int]]:
-        """Every chain of exact chunks from a prompt's start, one token added to be live."""
-        index = self.engine._parts.store.index
-        chains = []
-        for row, tokens in enumerate(index._tokens):
-            if tokens is None or not index._is_exact[row]:
-                continue
-            entry, chain = index._entry(row), []
-            while entry is not None:
-                chain[:0] = torch.frombuffer(bytearray(entry.tokens), dtype=torch.int32).tolist()
-                first = entry.home
-                entry = index.before(entry)
-            if first == 0:
-                chains.append([*chain, 5])
-        return random.Random(0).sample(chains, min(3, len(chains)))
+        check_stored_prefixes(self.engine, most=2)
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
@@ -363,12 +321,12 @@ TestProvenances.settings = settings(max_examples=12, stateful_step_count=8, dead
 
 
 def test_moved_answers_can_be_verified_on_the_users_own_prompts() -> None:
-    with engine_of(recompute_ratio=1.0, quality_budget=1e-6) as engine:
+    with moving_engine(recompute_ratio=1.0, quality_budget=1e-6) as engine:
         report = engine.verify_correctness(
-            [prompt([0, 1], 0), prompt([1, 0], 1), words(40, 7)], 6, reuse="auto"
+            [about([0, 1], 0), about([1, 0], 1), words(40, 7)], 6, reuse="auto"
         )
         assert len(report.checks) == 1  # the first has nothing to reuse, the last shares nothing
         assert report
         assert "mean KL" in str(report)
-    with engine_of(recompute_strategy="none", quality_budget=0.0) as engine:
-        assert not engine.verify_correctness([prompt([0, 1], 0), prompt([1, 0], 1)], reuse="auto")
+    with moving_engine(recompute_strategy="none", quality_budget=0.0) as engine:
+        assert not engine.verify_correctness([about([0, 1], 0), about([1, 0], 1)], reuse="auto")

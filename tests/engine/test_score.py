@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from batching import engine_of
 from fakes import WordTokenizer, words
 from kvboost import ConfigError, KVBoost, UnsupportedModel
 from kvboost.core import MatchKind
@@ -18,10 +19,6 @@ from tiny_models import REFUSED, SUPPORTED, build
 TOLERANCE = 2e-5  # of a log-probability: other shapes of the same products round otherwise
 PROMPT = words(80, seed=1)
 CONTINUATIONS = [[7], words(5, seed=2), [7, 9], words(STEP_TOKENS + 40, seed=3)]
-
-
-def engine_of(name: str = "llama", **options: object) -> KVBoost:
-    return KVBoost(build(*SUPPORTED[name]), WordTokenizer(), **({"chunk_size": 16} | options))
 
 
 @torch.no_grad()

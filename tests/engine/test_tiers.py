@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from batching import WAIT_S, alone, answers, greedy
 from fakes import FaultyDisk, FaultyTier, WordTokenizer, words
 from kvboost import ConfigError, KVBoost
-from kvboost.errors import KVBoostError
+from kvboost.errors import DeadlineExceeded, KVBoostError
 from kvboost.tiers import stack, urls
 from kvboost.tiers.disk.tier import DiskTier
 from tiny_models import SUPPORTED, build
@@ -104,6 +105,27 @@ def test_a_broken_tier_never_breaks_a_request(below: FaultyTier, fault: str) -> 
         assert counts["requests"] == 40
         if fault != "lost":
             assert counts["tier_faults"] + counts["damaged_frames"] > 0
+
+
+@pytest.mark.parametrize("below", [FaultyTier], indirect=True)
+def test_who_waits_for_a_slow_tier_holds_up_nobody(below: FaultyTier) -> None:
+    prompt, options = words(100), {"cache_url": "redis://here"}
+    with engine_of(**options) as engine:
+        engine.generate(prompt, 2)
+    with engine_of(**options, max_batch_size=2) as engine:
+        below.fault = "frozen"
+        waiting = engine.submit(prompt, greedy(4))
+        late = engine.submit(prompt, greedy(4), deadline_s=0.05)
+        engine.submit(prompt, greedy(4)).cancel()
+        quick = engine.submit(words(50), greedy(8), reuse="off")
+        assert answers([quick]) == [alone(words(50), 8)]
+        with pytest.raises(DeadlineExceeded):
+            late.result(WAIT_S)
+        assert not waiting.future.done()
+        below.fault = ""
+        below.thawed.set()
+        assert answers([waiting]) == [alone(prompt, 4)]
+        assert waiting.result().cached_tokens == 99
 
 
 def test_a_closed_engine_says_so_and_leaves_no_thread(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from kvboost.fleet import ingress
 from kvboost.fleet.ingress import Front
 from kvboost.fleet.messages import Forwarded, Head
 from kvboost.server.options import ServerOptions
+from waiting import in_a_loop
 
 JSON = Head(200, ((b"content-type", b"application/json"), (b"x-request-id", b"a")))
 SSE = Head(200, ((b"content-type", b"text/event-stream; charset=utf-8"),))
@@ -266,82 +267,74 @@ def test_who_has_no_key_gets_nothing_passed_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("said", [[], ["r0"], ["r0", SSE, b"data: 1\n\n"]], ids=len)
 @pytest.mark.parametrize("is_cancelled", [True, False])
-def test_a_client_that_leaves_stops_the_replica(said: list[Any], is_cancelled: bool) -> None:
-    async def scene() -> None:
-        replicas = FakeReplicas([*said, "stall"])
-        front = Front(replicas, ServerOptions(model="m"))
-        waiting: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        sent: list[Any] = []
+@in_a_loop
+async def test_a_client_that_leaves_stops_the_replica(said: list[Any], is_cancelled: bool) -> None:
+    replicas = FakeReplicas([*said, "stall"])
+    front = Front(replicas, ServerOptions(model="m"))
+    waiting: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    sent: list[Any] = []
 
-        async def send(message: Any) -> None:
-            sent.append(message)
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions"}
-        scope |= {"headers": [], "client": ("127.0.0.1", 5)}
-        waiting.put_nowait({"type": "http.request", "body": b"{}", "more_body": False})
-        answering = asyncio.ensure_future(front(scope, waiting.get, send))
-        await asyncio.sleep(0.05)
-        if is_cancelled:  # as Ray's proxy does
-            answering.cancel()
-        else:
-            waiting.put_nowait({"type": "http.disconnect"})
-        await asyncio.wait({answering}, timeout=5)
-        assert answering.done() and replicas.streams[0].is_cancelled
-        assert len(sent) == (2 if len(said) == 3 else 0)
-
-    asyncio.run(scene())
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions"}
+    scope |= {"headers": [], "client": ("127.0.0.1", 5)}
+    waiting.put_nowait({"type": "http.request", "body": b"{}", "more_body": False})
+    answering = asyncio.ensure_future(front(scope, waiting.get, send))
+    await asyncio.sleep(0.05)
+    if is_cancelled:  # as Ray's proxy does
+        answering.cancel()
+    else:
+        waiting.put_nowait({"type": "http.disconnect"})
+    await asyncio.wait({answering}, timeout=5)
+    assert answering.done() and replicas.streams[0].is_cancelled
+    assert len(sent) == (2 if len(said) == 3 else 0)
 
 
-def test_a_client_that_leaves_while_it_sends_is_not_passed_on() -> None:
-    async def scene() -> None:
-        front = Front(FakeReplicas(), ServerOptions(model="m"))
-        messages = [{"type": "http.disconnect"}, {"type": "http.request", "more_body": True}]
+@in_a_loop
+async def test_a_client_that_leaves_while_it_sends_is_not_passed_on() -> None:
+    front = Front(FakeReplicas(), ServerOptions(model="m"))
+    messages = [{"type": "http.disconnect"}, {"type": "http.request", "more_body": True}]
 
-        async def receive() -> Any:
-            return messages.pop()
+    async def receive() -> Any:
+        return messages.pop()
 
-        scope = {"type": "http", "path": "/", "headers": [], "client": ("127.0.0.1", 5)}
-        await front(scope, receive, None)  # type: ignore[arg-type]
-
-    asyncio.run(scene())
+    scope = {"type": "http", "path": "/", "headers": [], "client": ("127.0.0.1", 5)}
+    await front(scope, receive, None)  # type: ignore[arg-type]
 
 
-def test_ray_serve_may_start_and_end_it() -> None:
-    async def scene() -> None:
-        sent: list[Any] = []
+@in_a_loop
+async def test_ray_serve_may_start_and_end_it() -> None:
+    sent: list[Any] = []
 
-        async def receive() -> Any:
-            return {"type": "lifespan.startup"}
+    async def receive() -> Any:
+        return {"type": "lifespan.startup"}
 
-        async def send(message: Any) -> None:
-            sent.append(message["type"])
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
 
-        await Front(FakeReplicas(), ServerOptions(model="m"))({"type": "lifespan"}, receive, send)
-        assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
-
-    asyncio.run(scene())
+    await Front(FakeReplicas(), ServerOptions(model="m"))({"type": "lifespan"}, receive, send)
+    assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
 
 
-def test_a_prefix_that_ray_serves_it_under_is_not_passed_on() -> None:
-    async def scene() -> None:
-        replicas = FakeReplicas(WHOLE)
-        scope = {"type": "http", "method": "GET", "path": "/llm/v1/models", "root_path": "/llm"}
-        scope |= {"headers": [], "client": ("127.0.0.1", 5)}
+@in_a_loop
+async def test_a_prefix_that_ray_serves_it_under_is_not_passed_on() -> None:
+    replicas = FakeReplicas(WHOLE)
+    scope = {"type": "http", "method": "GET", "path": "/llm/v1/models", "root_path": "/llm"}
+    scope |= {"headers": [], "client": ("127.0.0.1", 5)}
 
-        async def receive() -> Any:
-            return {"type": "http.request", "body": b"", "more_body": False}
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
 
-        async def send(message: Any) -> None:
-            pass
+    async def send(message: Any) -> None:
+        pass
 
-        waits = asyncio.Event()
+    waits = asyncio.Event()
 
-        async def receive_once() -> Any:
-            if replicas.calls:
-                await waits.wait()
-            return await receive()
+    async def receive_once() -> Any:
+        if replicas.calls:
+            await waits.wait()
+        return await receive()
 
-        await Front(replicas, ServerOptions(model="m"))(scope, receive_once, send)
-        assert replicas.calls[0].path == "/v1/models"
-
-    asyncio.run(scene())
+    await Front(replicas, ServerOptions(model="m"))(scope, receive_once, send)
+    assert replicas.calls[0].path == "/v1/models"

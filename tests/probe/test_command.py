@@ -176,12 +176,7 @@ def test_sizes_are_those_of_the_help(capsys: pytest.CaptureFixture[str]) -> None
     assert f"at most {LIGHT.requests} requests" in said
 
 
-def test_help_loads_neither_torch_nor_httpx() -> None:
-    code = (
-        "import sys; from kvboost.cli.main import make_parser; make_parser(only='probe');"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'httpx', 'rich')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_a_probe_needs_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None;"
         "import kvboost.probe, kvboost.probe.report, kvboost.cli.probe"

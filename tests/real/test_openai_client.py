@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from servers import KVBoostServer
+from waiting import wait_until
 
 pytestmark = [pytest.mark.model, pytest.mark.servers]
 
@@ -21,7 +21,6 @@ USER = [{"role": "user", "content": "Name three colours of the rainbow."}]
 BRIEF = [{"role": "user", "content": "Answer with one word: is water wet?"}]
 COUNTING = "Count: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22"
 LONG_TEXT = sorted(topics.values(), key=len)[-1][:1500]
-SETTLE_S = 30.0
 
 
 def chat(client: OpenAI, model: str, **given: Any) -> Any:
@@ -37,13 +36,6 @@ def complete(client: OpenAI, model: str, **given: Any) -> Any:
 def text_of(answer: Any, index: int = 0) -> str:
     choice = answer.choices[index]
     return choice.message.content if hasattr(choice, "message") else choice.text
-
-
-def wait_until_idle(server: KVBoostServer) -> None:
-    give_up_at = time.monotonic() + SETTLE_S
-    while server.num_requests():
-        assert time.monotonic() < give_up_at, "a request still has its place"
-        time.sleep(0.05)
 
 
 def test_the_model_is_listed_and_found_by_its_name(client: OpenAI, live: KVBoostServer) -> None:
@@ -299,7 +291,7 @@ def test_leaving_a_stream_frees_its_place(
     with complete(client, model, stream=True, **endless) as stream:
         next(iter(stream))
         assert live.num_requests() == num_answers
-    wait_until_idle(live)
+    wait_until(lambda: live.num_requests() == 0)
 
 
 def test_a_client_that_is_too_impatient_frees_its_place(live: KVBoostServer, model: str) -> None:
@@ -308,7 +300,7 @@ def test_a_client_that_is_too_impatient_frees_its_place(live: KVBoostServer, mod
         pytest.raises(openai.APITimeoutError),
     ):
         complete(client, model, max_tokens=4000, extra_body={"ignore_eos": True})
-    wait_until_idle(live)
+    wait_until(lambda: live.num_requests() == 0)
 
 
 def test_request_ids_go_both_ways(client: OpenAI, model: str, live: KVBoostServer) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,12 +20,14 @@ from transformers import AutoTokenizer
 
 from benchmarks.common.material import stream
 from benchmarks.serving.vllm_server import Reply, VllmServer
+from fuse_disk import small_disk
 from kvboost import KVBoost
 from kvboost.connectors.vllm.events import EventReader
 from kvboost.routing import places
 from kvboost.routing.book import Book
 from kvboost.routing.held import Held
 from servers import free_port, redis_server
+from waiting import wait_until
 
 pytestmark = pytest.mark.vllm
 
@@ -180,34 +180,30 @@ def test_faults_of_tiers_fail_no_request(
     """Redis killed, frames spoiled, the disk full, vLLM killed: 100 of 100 answers are right."""
     asked = prompts(words, 20, first=300)
     expected = texts(alone, asked)
-    disk = small_disk(tmp_path, 64)
-    try:
-        with redis_server() as shared:
-            options = {
-                "cache_url": f"{disk.as_uri()} redis://127.0.0.1:{shared.port}",
-                "max_cache_bytes": 40 * 2**20,  # two or three prompts
-                "max_disk_bytes": 128 * 2**20,  # twice what there is room for
-                "tier_deadline_ms": 300,
-            }
-            server = start(options)
-            assert texts(server, asked) == expected
-            spoil(shared.port)
-            server.forget()
-            assert texts(server, asked) == expected
-            shared.kill()
-            server.forget()
-            assert texts(server, asked) == expected
-            server.kill()
-            shared.start()
-            server = start(options)
-            assert texts(server, asked) == expected
-            server.forget()
-            assert texts(server, asked) == expected
-            counted = server.counters()
-            assert counted["exact_tokens_total"] > 0
-            server.stop()
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
+    with small_disk(tmp_path, 64) as disk, redis_server() as shared:
+        options = {
+            "cache_url": f"{disk.as_uri()} redis://127.0.0.1:{shared.port}",
+            "max_cache_bytes": 40 * 2**20,  # two or three prompts
+            "max_disk_bytes": 128 * 2**20,  # twice what there is room for
+            "tier_deadline_ms": 300,
+        }
+        server = start(options)
+        assert texts(server, asked) == expected
+        spoil(shared.port)
+        server.forget()
+        assert texts(server, asked) == expected
+        shared.kill()
+        server.forget()
+        assert texts(server, asked) == expected
+        server.kill()
+        shared.start()
+        server = start(options)
+        assert texts(server, asked) == expected
+        server.forget()
+        assert texts(server, asked) == expected
+        counted = server.counters()
+        assert counted["exact_tokens_total"] > 0
+        server.stop()
 
 
 def test_what_cannot_be_loaded_is_computed(
@@ -295,11 +291,8 @@ def divergence(cold: Reply, other: Reply) -> float:
 def wait_for_keys(port: int, count: int) -> None:
     """Until so many frames are in Redis: they are written behind answers."""
     client = redis.Redis(port=port)
-    for _ in range(200):
-        if sum(1 for key in client.scan_iter(count=1000) if client.strlen(key) > 4096) >= count:
-            return
-        time.sleep(0.1)
-    raise AssertionError("the frames did not arrive")
+    keys = lambda: client.scan_iter(count=1000)  # noqa: E731
+    wait_until(lambda: sum(client.strlen(key) > 4096 for key in keys()) >= count)
 
 
 def spoil(port: int) -> None:
@@ -320,14 +313,3 @@ def spoil_files(folder: Path) -> None:
                 for place in range(2**16, path.stat().st_size, 2**20):
                     file.seek(place)
                     file.write(b"\x5a" * 64)
-
-
-def small_disk(folder: Path, megabytes: int) -> Path:
-    disk = folder / "disk"
-    disk.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m,mode=0700", "tmpfs", disk]
-    )
-    if made.returncode:
-        pytest.skip("mounting a small file system is not allowed here")
-    return disk

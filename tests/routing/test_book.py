@@ -127,46 +127,6 @@ def test_a_report_does_not_push_out_what_was_sent() -> None:
     assert book.shares(array([1, 2]), in_order=True) == {"b": 0.5}
 
 
-def test_what_was_sent_before_a_report_stays_until_the_next() -> None:
-    book = Book()
-    nothing = Report(ALL_NAMES, array([]))
-    book.sent(array([1, 2]), "a")
-    book.reported("a", nothing)
-    assert book.shares(array([1, 2]), in_order=False) == {"a": 1.0}
-    book.reported("a", nothing)
-    assert book.shares(array([1, 2]), in_order=False) == {}
-    assert len(book) == 0
-
-
-def test_in_order_counts_to_the_first_gap() -> None:
-    book = Book()
-    book.sent(array([1, 2, 4, 5]), "a")
-    book.sent(array([2, 3, 4, 5]), "b")
-    asked = array([1, 2, 3, 4, 5])
-    assert book.shares(asked, in_order=True) == {"a": 0.4}
-    assert book.shares(asked, in_order=False) == {"a": 0.8, "b": 0.8}
-
-
-def test_a_sample_of_what_is_held_tells_of_the_rest() -> None:
-    book = Book()
-    book.reported("a", Report(50, array([10, 30])))
-    assert book.shares(array([99, 10, 60, 30, 70]), in_order=True) == {"a": 1.0}
-    assert book.shares(array([99, 10, 60, 20, 30, 40]), in_order=True) == {"a": 0.25}
-    assert book.shares(array([99, 10, 60, 20, 30, 40]), in_order=False) == {"a": 0.5}
-
-
-def test_a_replica_that_comes_back_starts_with_nothing() -> None:
-    book = Book()
-    for replica in REPLICAS:
-        book.sent(array([1, 2]), replica)
-    book.reported("r3", Report(1, array([1])))
-    book.forget("r3")
-    book.forget("never seen")
-    book.sent(array([1]), "new")
-    assert book.shares(array([1, 2]), in_order=False).get("new") == 0.5
-    assert "r3" not in book.shares(array([1, 2]), in_order=False)
-
-
 def test_memory_is_that_of_the_bound() -> None:
     book = Book(max_places=5000)
     for number in range(100):

@@ -39,11 +39,6 @@ def test_headers_tell_of_reuse_and_carry_the_request_id(client: TestClient) -> N
     assert strange.headers["x-request-id"].startswith("req-")
 
 
-def test_a_wrong_method_is_told_the_right_ones(client: TestClient) -> None:
-    reply = client.get(CHAT)
-    assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
-
-
 @pytest.mark.parametrize(
     ("prompt", "tokens"),
     [
@@ -211,21 +206,13 @@ def test_calls_of_tools_are_told_apart_from_text(client: TestClient, stand: Stan
     assert "tool_call" in plain["message"]["content"]
 
 
-def test_calls_of_tools_are_streamed(client: TestClient, stand: Stand) -> None:
-    stand.engine.pieces = [CALL[:20], CALL[20:]]
+def test_calls_of_tools_are_streamed_and_numbered(client: TestClient, stand: Stand) -> None:
+    stand.engine.pieces = [CALL[:20], f"{CALL[20:]}\n{CALL}\n", CALL]
     parts = [part["choices"][0] for part in streamed(client, CHAT, tools=[WEATHER])[:-1]]
-    calls = [call for part in parts for call in part["delta"].get("tool_calls", [])]
-    assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "weather")]
-    assert calls[0]["id"]
-    assert parts[-1]["finish_reason"] == "tool_calls"
-
-
-def test_calls_that_come_at_once_are_numbered(client: TestClient, stand: Stand) -> None:
-    stand.engine.pieces = [f"{CALL}\n{CALL}\n", CALL]
-    parts = streamed(client, CHAT, tools=[WEATHER])[:-1]
-    deltas = [part["choices"][0]["delta"] for part in parts]
-    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    calls = [call for part in parts for call in part["delta"].get("tool_calls", ())]
     assert [call["index"] for call in calls] == [0, 1, 2]
+    assert all(call["id"] and call["function"]["name"] == "weather" for call in calls)
+    assert parts[-1]["finish_reason"] == "tool_calls"
 
 
 def test_messages_come_in_many_forms(client: TestClient, stand: Stand) -> None:

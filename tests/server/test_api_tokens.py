@@ -33,13 +33,6 @@ def test_variables_reach_the_template(client: TestClient, stand: Stand) -> None:
     assert "reasoning_effort" not in stand.engine.tokenizer.rendered
 
 
-@pytest.mark.parametrize("name", ["conversation", "messages", "tools", "tokenize", "self"])
-def test_arguments_of_the_renderer_are_not_variables(client: TestClient, name: str) -> None:
-    error = refusal(client, chat_template_kwargs={name: True})
-    assert error["param"] == "chat_template_kwargs"
-    assert error["message"] == f"{name!r} is set by the server"
-
-
 @pytest.mark.parametrize(
     "variables",
     [

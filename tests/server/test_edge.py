@@ -15,6 +15,7 @@ import uvicorn
 
 from kvboost.server.edge import MOST_HEADERS, Limits, end_unread, protocol
 from kvboost.server.options import ServerOptions
+from waiting import wait_until
 
 SOON_S = 0.6  # the limit of most tests
 WAIT_S = 30.0
@@ -107,11 +108,8 @@ def said(client: socket.socket) -> bytes:
     return b"".join(pieces)
 
 
-def wait_until_gone(server: Server, num_left: int = 0) -> None:
-    until = time.monotonic() + WAIT_S
-    while server.num_connections > num_left:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+def wait_until_gone(server: Server) -> None:
+    wait_until(lambda: server.num_connections == 0, WAIT_S)
 
 
 def test_an_endless_header_is_cut_off() -> None:

@@ -62,10 +62,13 @@ def test_the_prompt_can_be_looked_at(guarded: KVBoostServer) -> None:
         assert tokenized(guarded, "/detokenize", tokens=tokens)["prompt"].endswith(ending)
 
 
-@pytest.mark.parametrize("name", ["tokenize", "chat_template", "tools", "conversation", "padding"])
+@pytest.mark.parametrize(
+    "name", ["tokenize", "chat_template", "tools", "conversation", "messages", "padding", "self"]
+)
 def test_what_the_server_sets_is_no_variable(client: OpenAI, name: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=f"'{name}' is set by the server"):
+    with pytest.raises(openai.BadRequestError, match=f"'{name}' is set by the server") as refused:
         chat_tokens(client, extra_body={"chat_template_kwargs": {name: True}})
+    assert refused.value.param == "chat_template_kwargs"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -18,10 +17,10 @@ import make_dashboard
 from kvboost.server.telemetry import Telemetry
 from servers import Server, find_program, free_port, web_server
 from serving import FakeEngine, failed, record
+from waiting import wait_until
 
 pytestmark = pytest.mark.servers
 
-PATIENCE_S = 60.0
 CONFIG = """
 global: {{scrape_interval: 1s}}
 scrape_configs: [{{job_name: kvboost, static_configs: [{{targets: ["127.0.0.1:{port}"]}}]}}]
@@ -51,12 +50,13 @@ def prometheus(telemetry: Telemetry, tmp_path: Path) -> Iterator[str]:
         command = [program, f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}"]
         server = Server([*command, f"--web.listen-address=127.0.0.1:{port}"], port)
         url = f"http://127.0.0.1:{port}"
-        wait_until_ready(url)
+        wait_until(lambda: is_ready(url))
         yield url
         server.kill()
 
 
 def is_ready(prometheus: str) -> bool:
+    """Prometheus takes connections before it takes queries: until then it answers 503."""
     try:
         urllib.request.urlopen(f"{prometheus}/-/ready").close()
     except urllib.error.HTTPError as error:
@@ -64,14 +64,6 @@ def is_ready(prometheus: str) -> bool:
             raise
         return False
     return True
-
-
-def wait_until_ready(prometheus: str) -> None:
-    """Prometheus takes connections before it takes queries: until then it answers 503."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_ready(prometheus):
-        assert time.monotonic() < deadline, "Prometheus does not start"
-        time.sleep(0.2)
 
 
 def found(prometheus: str, expression: str) -> list[Any]:
@@ -88,10 +80,7 @@ def test_what_is_exported_passes_promtool(telemetry: Telemetry) -> None:
 
 
 def test_every_panel_of_the_dashboard_has_data(prometheus: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not found(prometheus, "rate(kvboost_requests_total[1m]) > 0"):
-        assert time.monotonic() < deadline, "Prometheus did not read the metrics"
-        time.sleep(0.5)
+    wait_until(lambda: found(prometheus, "rate(kvboost_requests_total[1m]) > 0"))
     empty = []
     for panel in make_dashboard.dashboard()["panels"]:
         for target in panel.get("targets", []):

@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from fake_serving import WAIT_S, Stand, until
+from fake_serving import WAIT_S, Stand
 from kvboost.errors import KVBoostError
+from waiting import wait_until
 
 BODY = {"prompt": "hi"}
 
@@ -50,7 +51,7 @@ def test_tokens_come_one_by_one(stand: Stand, url: str) -> None:
         assert not stand.engine.tickets[0].future.done()
         stand.engine.steps.set()
         assert list(lines)[-1] == "data: [DONE]"
-    assert until(lambda: len(stand.telemetry.records) == 1)
+    wait_until(lambda: len(stand.telemetry.records) == 1)
 
 
 @pytest.mark.parametrize("num_answers", [1, 3])
@@ -62,9 +63,9 @@ def test_work_stops_when_the_reader_of_a_stream_goes(
     with httpx.Client(timeout=WAIT_S) as client:
         with client.stream("POST", url, json=body) as reply:
             next(reply.iter_lines())
-        assert until(lambda: all(each.is_cancelled for each in stand.engine.tickets))
+        wait_until(lambda: all(each.is_cancelled for each in stand.engine.tickets))
     assert len(stand.engine.tickets) == num_answers
-    assert until(lambda: [each.status for each in stand.telemetry.records] == [499])
+    wait_until(lambda: [each.status for each in stand.telemetry.records] == [499])
     assert stand.telemetry.records[0].finish_reason == "cancelled"
 
 
@@ -78,9 +79,9 @@ def test_work_stops_when_a_client_goes_before_its_answer(
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
-        assert until(lambda: len(stand.engine.tickets) == 2)
-    assert until(lambda: all(each.is_cancelled for each in stand.engine.tickets))
-    assert until(lambda: len(stand.app.state.running) == 0)
+        wait_until(lambda: len(stand.engine.tickets) == 2)
+    wait_until(lambda: all(each.is_cancelled for each in stand.engine.tickets))
+    wait_until(lambda: len(stand.app.state.running) == 0)
 
 
 def test_the_engine_does_not_wait_for_a_slow_reader(stand: Stand, url: str) -> None:
@@ -90,7 +91,7 @@ def test_the_engine_does_not_wait_for_a_slow_reader(stand: Stand, url: str) -> N
         with client.stream("POST", url, json=body) as reply:
             lines = (line for line in reply.iter_lines() if line)
             first = data(next(lines))
-            assert until(lambda: stand.engine.tickets[0].future.done())
+            wait_until(lambda: stand.engine.tickets[0].future.done())
             rest = [data(line) for line in lines if line != "data: [DONE]"]
     said = "".join(each["choices"][0]["text"] for each in [first, *rest])
     assert said == "x" * 9_000_000
@@ -103,7 +104,7 @@ def test_a_reader_that_takes_nothing_is_cut_off() -> None:
     with stand.listening() as url, httpx.Client(timeout=WAIT_S) as client:
         body = BODY | {"stream": True, "max_tokens": 900}
         with client.stream("POST", f"{url}/v1/completions", json=body):
-            assert until(lambda: len(stand.telemetry.records) == 1)
+            wait_until(lambda: len(stand.telemetry.records) == 1)
     assert stand.telemetry.records[0].status == 499
 
 
@@ -116,7 +117,7 @@ def test_a_server_that_ends_lets_streams_finish(capfd: pytest.CaptureFixture[str
             lines = (line for line in reply.iter_lines() if line)
             next(lines)
             stand.server.should_exit = True
-            assert until(lambda: stand.app.state.running.is_draining)
+            wait_until(lambda: stand.app.state.running.is_draining)
             with pytest.raises(httpx.ConnectError):
                 httpx.get(f"{url}/ready")
             stand.engine.steps.set()
@@ -136,7 +137,7 @@ def test_what_takes_longer_than_the_drain_is_told_so() -> None:
             next(lines)
             plain = threading.Thread(target=lambda: replies.append(httpx.post(path, json=BODY)))
             plain.start()
-            assert until(lambda: len(stand.engine.tickets) == 2)
+            wait_until(lambda: len(stand.engine.tickets) == 2)
             stand.server.should_exit = True
             last = list(lines)[-1]
             assert data(last)["error"]["code"] == "shutting_down"
@@ -153,7 +154,7 @@ def test_a_text_that_is_being_warmed_does_not_hold_up_the_end(
 
     def warm(*_: Any, **__: Any) -> None:
         begun.set()
-        assert until(lambda: stand.engine.is_closed)
+        wait_until(lambda: stand.engine.is_closed)
         raise KVBoostError("the engine is closed")
 
     def ask(url: str) -> None:
@@ -222,7 +223,7 @@ def test_sigterm_under_load_ends_in_order_with_code_zero() -> None:
         asking = threading.Thread(target=ask)
         asking.start()
         stats = url.replace("completions", "stats")
-        assert until(lambda: httpx.get(stats).json()["requests"]["num_now"] == 1)
+        wait_until(lambda: httpx.get(stats).json()["requests"]["num_now"] == 1)
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=WAIT_S)
         asking.join(WAIT_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from kvboost.server.recent import MOST_GAPS, WINDOW_S, Recent
 from kvboost.server.telemetry import Telemetry
 from serving import FakeEngine, completion, failed, record
 from tiny_models import SUPPORTED, build
+from waiting import at_once
 
 
 def samples(telemetry: Telemetry) -> dict[tuple[str, ...], float]:
@@ -121,12 +121,7 @@ def test_many_tenants_make_no_more_series_than_allowed() -> None:
 
 def test_threads_lose_no_request() -> None:
     telemetry = Telemetry(FakeEngine(), model="smol")
-    work = lambda: [telemetry.observe(record()) for _ in range(100)]  # noqa: E731
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(lambda _: [telemetry.observe(record()) for _ in range(100)], range(4))
     assert samples(telemetry)["kvboost_tenant_requests_total", "a"] == 400
     assert telemetry.summary()["num_requests"] == 400
 

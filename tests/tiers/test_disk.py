@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fuse_disk import small_disk
 from kvboost.core import FrameKey, PrefixKey
 from kvboost.errors import TierUnavailable
 from kvboost.tiers.disk import log, segment
@@ -224,28 +225,23 @@ def test_clearing_leaves_nothing(folder: Folder) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Path:
+def mounted(folder: Folder) -> Iterator[Folder]:
     """A file system of 6 MiB."""
-    folder = Folder(tmp_path / "small")
-    folder.path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=6m,mode=0700", "tmpfs", str(folder.path)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small file system needs more rights")
-    yield folder
-    folder.close()
-    subprocess.run(["umount", "-l", str(folder.path)], check=True)
+    with small_disk(folder.path, 6):
+        yield folder
+        folder.close()
 
 
-def test_a_full_disk_is_used_as_far_as_it_goes(small_disk: Folder) -> None:
-    tier = small_disk.open(64 * MIB)  # segments of 7.5 MiB: not one fits
+def test_a_full_disk_is_used_as_far_as_it_goes(mounted: Folder) -> None:
+    tier = mounted.open(64 * MIB)  # segments of 7.5 MiB: not one fits
     with pytest.raises(TierUnavailable, match="no space"):
         put(tier, 1)
     assert tier.get([key_of(1)]) == {}
-    tier = small_disk.open(12 * MIB)  # segments of 1.4 MiB: four of eight fit
+    tier = mounted.open(12 * MIB)  # segments of 1.4 MiB: four of eight fit
     for number in range(400):
         put(tier, number)
     assert tier.holds(key_of(399)) and tier.stats().num_entries > 50
-    (small_disk.path / "filler").write_bytes(bytes(os.statvfs(small_disk.path).f_bavail * 4096))
+    (mounted.path / "filler").write_bytes(bytes(os.statvfs(mounted.path).f_bavail * 4096))
     with suppress(TierUnavailable):  # now not a byte is left; records take room too
         for number in range(400, 800):
             put(tier, number)
@@ -255,10 +251,10 @@ def test_a_full_disk_is_used_as_far_as_it_goes(small_disk: Folder) -> None:
     )
 
 
-def test_a_read_only_folder_is_unavailable(small_disk: Folder) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk.path)], check=True)
+def test_a_read_only_folder_is_unavailable(mounted: Folder) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(mounted.path)], check=True)
     with pytest.raises(TierUnavailable, match="Read-only"):
-        DiskTier(small_disk.path, MIB)
+        DiskTier(mounted.path, MIB)
 
 
 WRITER = """

@@ -1,5 +1,4 @@
 import sys
-import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from fakes import fake_chunk, fill
 from kvboost.core import PrefixKey
 from kvboost.tiers.memory import MemoryTier
+from waiting import at_once
 
 
 class Clock:
@@ -98,20 +98,15 @@ def test_nothing_is_kept_where_pins_leave_no_room() -> None:
 
 
 def test_threads_do_not_break_the_budget() -> None:
-    tier, over = MemoryTier(budget_bytes=100), []
+    tier = MemoryTier(budget_bytes=100)
 
     def work(seed: int) -> None:
         for step in range(300):
             fill(tier, [f"{(seed * step) % 37}"], size_bytes=7)
             tier.get([PrefixKey(str(step % 37).encode())])
-            over.append(tier.stats().size_bytes > 100)
+            assert tier.stats().size_bytes <= 100
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not any(over) and len(over) == 2400
+    at_once(work, range(1, 9))
 
 
 def owned(owner: int, size_bytes: int = 1000) -> Any:

@@ -1,19 +1,19 @@
 import os
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fakes import confused_by_threads, random_frames
+from fakes import check_with_threads, random_frames
 from kvboost.core import PrefixKey
-from kvboost.errors import ConfigError, TierUnavailable
+from kvboost.errors import TierUnavailable
 from kvboost.tiers.mooncake import MooncakeTier
 from servers import Server, free_port, mooncake_master
+from waiting import wait_until
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.servers, pytest.mark.alone]
 
 MB = 1_000_000
 TIMEOUT_S = 1.0
@@ -48,14 +48,6 @@ def open_tier(master: Server, segment_bytes: int, options: str = "") -> Mooncake
     return MooncakeTier(url, TIMEOUT_S)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """The store needs a moment to find back; wait for it, but not for ever."""
-    deadline = time.monotonic() + 40
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def works(tier: MooncakeTier) -> bool:
     frames = random_frames(2, 1000)
     try:
@@ -64,28 +56,6 @@ def works(tier: MooncakeTier) -> bool:
         return False
 
 
-def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mooncake", None)
-    with pytest.raises(ConfigError, match="pip install mooncake"):
-        MooncakeTier("mooncake://localhost")
-
-
-@pytest.mark.parametrize(
-    ("url", "reason"),
-    [
-        ("mooncake://h?segment_bytes=1000000", "at least 16777216"),
-        ("mooncake://h?buffer_bytes=-1", "buffer_bytes=-1"),
-        ("mooncake://h?segment=1", "segment"),
-        ("mooncake:///x", "expected mooncake://"),
-        ("redis://h", "expected mooncake://"),
-    ],
-)
-def test_a_wrong_url_is_refused_with_the_reason(url: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        MooncakeTier(url)
-
-
-@pytest.mark.servers
 @pytest.mark.parametrize("size_bytes", [1, 36, MB, 3 * MB, 10 * MB])
 def test_what_was_put_is_got_also_by_others(
     tier: MooncakeTier, holder: MooncakeTier, size_bytes: int
@@ -98,7 +68,6 @@ def test_what_was_put_is_got_also_by_others(
     assert holder.get(list(frames)) == {}
 
 
-@pytest.mark.servers
 def test_many_keys_of_many_sizes_keep_their_order(tier: MooncakeTier) -> None:
     frames = {
         key: frame for n in range(1, 30) for key, frame in random_frames(5, 97 * n * n).items()
@@ -114,7 +83,6 @@ def test_many_keys_of_many_sizes_keep_their_order(tier: MooncakeTier) -> None:
     assert tier.get(asked) == {}
 
 
-@pytest.mark.servers
 def test_frames_that_cannot_pass_are_returned(tier: MooncakeTier) -> None:
     frames = random_frames(1, 0) | random_frames(1, 33 << 20)
     small = random_frames(1, 10)
@@ -122,7 +90,6 @@ def test_frames_that_cannot_pass_are_returned(tier: MooncakeTier) -> None:
     assert tier.get([*frames, *small]) == small
 
 
-@pytest.mark.servers
 def test_what_is_put_twice_is_kept_once(tier: MooncakeTier) -> None:
     frames = random_frames(2, 1000)
     assert tier.put(frames) == []
@@ -130,7 +97,6 @@ def test_what_is_put_twice_is_kept_once(tier: MooncakeTier) -> None:
     assert tier.get(list(frames)) == frames
 
 
-@pytest.mark.servers
 def test_a_discarded_key_can_be_written_anew(tier: MooncakeTier) -> None:
     key = PrefixKey(os.urandom(32))
     for text in (b"first", b"the second"):
@@ -139,12 +105,10 @@ def test_a_discarded_key_can_be_written_anew(tier: MooncakeTier) -> None:
         tier.discard([key])
 
 
-@pytest.mark.servers
 def test_threads_get_their_own_answers(tier: MooncakeTier) -> None:
-    assert confused_by_threads(tier, num_rounds=10, num_frames=4) == []
+    check_with_threads(tier, num_rounds=10, num_frames=4)
 
 
-@pytest.mark.servers
 def test_a_full_store_returns_what_it_refuses_or_forgets_what_is_old(master: Server) -> None:
     with mooncake_master() as another:
         tier = open_tier(another, 32 * MB)
@@ -159,7 +123,6 @@ def test_a_full_store_returns_what_it_refuses_or_forgets_what_is_old(master: Ser
         tier.close()
 
 
-@pytest.mark.servers
 @pytest.mark.timeout(120)
 def test_a_restarted_master_is_found_again() -> None:
     with mooncake_master() as master:
@@ -174,11 +137,10 @@ def test_a_restarted_master_is_found_again() -> None:
             with pytest.raises(TierUnavailable):
                 tier.discard(random_frames(1, 0))
         master.start()
-        until(lambda: works(tier))
+        wait_until(lambda: works(tier))
         tier.close()
 
 
-@pytest.mark.servers
 @pytest.mark.timeout(120)
 def test_a_frozen_master_is_a_fault_until_it_moves_again() -> None:
     with mooncake_master() as master:
@@ -190,34 +152,22 @@ def test_a_frozen_master_is_a_fault_until_it_moves_again() -> None:
         with pytest.raises(TierUnavailable):
             tier.put(random_frames(1, 1000))
         master.thaw()
-        until(lambda: works(tier))
+        wait_until(lambda: works(tier))
         tier.close()
 
 
-@pytest.mark.servers
 @pytest.mark.timeout(120)
 def test_an_end_while_calls_wait_does_not_crash() -> None:
     with mooncake_master() as master:
-        tier, outcomes = open_tier(master, 64 * MB), []
+        tier = open_tier(master, 64 * MB)
         master.freeze()
-
-        def call() -> None:
-            try:
-                outcomes.append(tier.get(list(random_frames(3, 0))))
-            except TierUnavailable as error:
-                outcomes.append(error)
-
-        threads = [threading.Thread(target=call) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        tier.close()
-        for thread in threads:
-            thread.join()
-        assert [type(outcome) for outcome in outcomes] == [TierUnavailable] * 3
+        with ThreadPoolExecutor(3) as threads:
+            calls = [threads.submit(tier.get, list(random_frames(3, 0))) for _ in range(3)]
+            tier.close()
+        assert [type(call.exception()) for call in calls] == [TierUnavailable] * 3
         master.thaw()
 
 
-@pytest.mark.servers
 @pytest.mark.timeout(120)
 def test_a_master_that_comes_later_is_found() -> None:
     with mooncake_master() as master:
@@ -227,7 +177,7 @@ def test_a_master_that_comes_later_is_found() -> None:
             tier.get([PrefixKey(bytes(32))])
         assert tier.stats().num_entries == 0
         master.start()
-        until(lambda: works(tier))
+        wait_until(lambda: works(tier))
         tier.close()
 
 
@@ -241,7 +191,6 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.servers
 @pytest.mark.timeout(120)
 def test_frames_of_a_process_that_died_are_a_fault_and_then_missing() -> None:
     with mooncake_master("--client_ttl=3") as master:
@@ -265,11 +214,10 @@ def test_frames_of_a_process_that_died_are_a_fault_and_then_missing() -> None:
                 except TierUnavailable:
                     return False
 
-            until(is_missing)
+            wait_until(is_missing)
             tier.close()
 
 
-@pytest.mark.servers
 def test_calls_after_the_end_and_a_second_end_are_harmless(master: Server) -> None:
     tier = open_tier(master, 0)
     tier.close()
@@ -278,7 +226,6 @@ def test_calls_after_the_end_and_a_second_end_are_harmless(master: Server) -> No
         tier.get([PrefixKey(bytes(32))])
 
 
-@pytest.mark.servers
 @pytest.mark.parametrize("ending", ["tier.close()", "", "raise SystemExit(0)"])
 def test_a_process_ends_quietly_however_it_ends(master: Server, ending: str) -> None:
     code = "import sys\nfrom kvboost.tiers.mooncake import MooncakeTier\n"
@@ -288,7 +235,6 @@ def test_a_process_ends_quietly_however_it_ends(master: Server, ending: str) -> 
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.servers
 def test_nobody_there_is_a_fault_and_not_an_error_at_start() -> None:
     tier = MooncakeTier(f"mooncake://127.0.0.1:{free_port()}", TIMEOUT_S)
     with pytest.raises(TierUnavailable):

@@ -1,8 +1,5 @@
 import os
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -10,16 +7,14 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from fakes import confused_by_threads, random_frames
+from fakes import check_with_threads, random_frames
 from kvboost.core import PrefixKey
-from kvboost.errors import ConfigError, TierUnavailable
+from kvboost.errors import TierUnavailable
 from kvboost.tiers.redis import RedisTier, _wire
 from servers import Proxy, Server, free_port, redis_server
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.servers, pytest.mark.alone]
 
 MB = 1_000_000
 T = TypeVar("T")
@@ -59,7 +54,6 @@ def open_tier() -> Iterator[Callable[..., RedisTier]]:
         each.close()
 
 
-@pytest.mark.servers
 @pytest.mark.parametrize("size_bytes", [0, 1, 36, 16 << 10, (16 << 10) + 1, MB, 3 * MB, 10 * MB])
 def test_what_was_put_is_got(tier: RedisTier, size_bytes: int) -> None:
     frames = random_frames(3, size_bytes)
@@ -68,7 +62,6 @@ def test_what_was_put_is_got(tier: RedisTier, size_bytes: int) -> None:
     tier.discard(frames)
 
 
-@pytest.mark.servers
 def test_many_keys_of_many_sizes_keep_their_order(tier: RedisTier) -> None:
     frames = {key: frame for n in range(40) for key, frame in random_frames(10, 37 * n * n).items()}
     assert tier.put(frames) == []
@@ -80,7 +73,6 @@ def test_many_keys_of_many_sizes_keep_their_order(tier: RedisTier) -> None:
     assert tier.put({}) == []
 
 
-@pytest.mark.servers
 def test_views_of_other_things_than_bytes_are_stored_whole(tier: RedisTier) -> None:
     words = memoryview(bytearray(40_000)).cast("I")
     words[7] = 99
@@ -89,7 +81,6 @@ def test_views_of_other_things_than_bytes_are_stored_whole(tier: RedisTier) -> N
     assert tier.get([key])[key] == words.cast("B")
 
 
-@pytest.mark.servers
 def test_a_discarded_frame_is_gone_for_everybody(
     tier: RedisTier, server: Server, open_tier: Callable[..., RedisTier]
 ) -> None:
@@ -102,7 +93,6 @@ def test_a_discarded_frame_is_gone_for_everybody(
     assert other.get(list(frames)) == {key: frames[key] for key in rest}
 
 
-@pytest.mark.servers
 def test_the_last_of_two_writers_is_read(
     tier: RedisTier, server: Server, open_tier: Callable[..., RedisTier]
 ) -> None:
@@ -112,7 +102,6 @@ def test_the_last_of_two_writers_is_read(
     assert tier.get([key]) == {key: b"newer"}
 
 
-@pytest.mark.servers
 def test_prefixes_part_what_is_stored(server: Server, open_tier: Callable[..., RedisTier]) -> None:
     ours, theirs = (open_tier(f"redis://127.0.0.1:{server.port}?prefix={p}") for p in ("a:", "b:"))
     frames = random_frames(1, 10)
@@ -121,7 +110,6 @@ def test_prefixes_part_what_is_stored(server: Server, open_tier: Callable[..., R
     assert ours.get(list(frames)) == frames
 
 
-@pytest.mark.servers
 def test_what_is_not_used_is_forgotten(server: Server, open_tier: Callable[..., RedisTier]) -> None:
     tier = open_tier(f"redis://127.0.0.1:{server.port}?ttl_s=1.5")
     (used, frame), (unused, _) = frames = list(random_frames(2, 100).items())
@@ -133,7 +121,6 @@ def test_what_is_not_used_is_forgotten(server: Server, open_tier: Callable[..., 
     assert tier.get([unused]) == {}
 
 
-@pytest.mark.servers
 def test_a_unix_socket_works(tmp_path: Path, open_tier: Callable[..., RedisTier]) -> None:
     with redis_server("--unixsocket", str(tmp_path / "socket")):
         tier, frames = open_tier(f"unix://{tmp_path}/socket?prefix=x"), random_frames(4, MB)
@@ -141,7 +128,6 @@ def test_a_unix_socket_works(tmp_path: Path, open_tier: Callable[..., RedisTier]
         assert tier.get(list(frames)) == frames
 
 
-@pytest.mark.servers
 def test_the_password_is_needed_and_never_shown(open_tier: Callable[..., RedisTier]) -> None:
     with redis_server("--requirepass", "right/one") as server:
         place, frames = f"127.0.0.1:{server.port}", random_frames(1, 10)
@@ -154,7 +140,6 @@ def test_the_password_is_needed_and_never_shown(open_tier: Callable[..., RedisTi
             assert "secretword" not in str(caught.value)
 
 
-@pytest.mark.servers
 def test_tls_is_spoken_and_certificates_are_checked(
     tmp_path: Path, open_tier: Callable[..., RedisTier]
 ) -> None:
@@ -168,7 +153,6 @@ def test_tls_is_spoken_and_certificates_are_checked(
             open_tier(url).get(list(frames))
 
 
-@pytest.mark.servers
 def test_frames_that_a_full_server_refuses_are_returned(
     open_tier: Callable[..., RedisTier],
 ) -> None:
@@ -182,7 +166,6 @@ def test_frames_that_a_full_server_refuses_are_returned(
         assert tier.put(random_frames(1, MB)) == []
 
 
-@pytest.mark.servers
 def test_a_server_that_evicts_takes_everything(open_tier: Callable[..., RedisTier]) -> None:
     with redis_server("--maxmemory", "12mb", "--maxmemory-policy", "allkeys-lru") as server:
         tier, frames = open_tier(f"redis://127.0.0.1:{server.port}"), random_frames(20, MB)
@@ -192,7 +175,6 @@ def test_a_server_that_evicts_takes_everything(open_tier: Callable[..., RedisTie
         assert got == {key: frames[key] for key in got}
 
 
-@pytest.mark.servers
 def test_a_value_of_another_kind_is_no_frame_and_no_fault(tier: RedisTier, server: Server) -> None:
     (strange, frame), *rest = random_frames(5, 1000).items()
     tier.put(dict(rest))
@@ -204,7 +186,6 @@ def test_a_value_of_another_kind_is_no_frame_and_no_fault(tier: RedisTier, serve
     assert tier.get([strange]) == {strange: frame}
 
 
-@pytest.mark.servers
 def test_a_replica_that_may_not_write_is_a_fault(open_tier: Callable[..., RedisTier]) -> None:
     with redis_server("--replicaof", "127.0.0.1", str(free_port())) as server:
         tier = open_tier(f"redis://127.0.0.1:{server.port}")
@@ -212,7 +193,6 @@ def test_a_replica_that_may_not_write_is_a_fault(open_tier: Callable[..., RedisT
             tier.put(random_frames(2, 10))
 
 
-@pytest.mark.servers
 def test_a_restarted_server_is_found_again(open_tier: Callable[..., RedisTier]) -> None:
     with redis_server() as server:
         tier, frames = open_tier(f"redis://127.0.0.1:{server.port}"), random_frames(3, 1000)
@@ -231,7 +211,6 @@ def test_a_restarted_server_is_found_again(open_tier: Callable[..., RedisTier]) 
         assert tier.get(list(frames)) == frames
 
 
-@pytest.mark.servers
 @pytest.mark.timeout(60)
 def test_a_frozen_server_is_a_fault_until_it_moves_again(
     open_tier: Callable[..., RedisTier],
@@ -249,7 +228,6 @@ def test_a_frozen_server_is_a_fault_until_it_moves_again(
         assert patiently(lambda: tier.get(list(frames))) == frames
 
 
-@pytest.mark.servers
 def test_nobody_there_is_a_fault_and_not_an_error_at_start(
     open_tier: Callable[..., RedisTier],
 ) -> None:
@@ -259,7 +237,6 @@ def test_nobody_there_is_a_fault_and_not_an_error_at_start(
     assert tier.stats().num_entries == 0
 
 
-@pytest.mark.servers
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("fault", ["flip_at", "drop_at"])
 def test_a_spoilt_answer_never_reaches_a_later_question(
@@ -283,7 +260,6 @@ def test_a_spoilt_answer_never_reaches_a_later_question(
         assert num_faults >= 6
 
 
-@pytest.mark.servers
 def test_a_spoilt_confirmation_is_a_fault(
     server: Server, open_tier: Callable[..., RedisTier]
 ) -> None:
@@ -298,7 +274,6 @@ def test_a_spoilt_confirmation_is_a_fault(
             assert patiently(lambda: tier.put(frames)) == []
 
 
-@pytest.mark.servers
 @pytest.mark.timeout(60)
 def test_a_late_answer_is_not_waited_for_and_not_taken_for_another(
     server: Server, open_tier: Callable[..., RedisTier]
@@ -314,33 +289,6 @@ def test_a_late_answer_is_not_waited_for_and_not_taken_for_another(
         assert patiently(lambda: tier.get(later)) == {key: frames[key] for key in later}
 
 
-def test_after_a_fault_the_connection_is_not_used_again(
-    open_tier: Callable[..., RedisTier],
-) -> None:
-    def answer(connection: socket.socket, answers: list[bytes]) -> None:
-        while answers and (question := connection.recv(1 << 16)):
-            connection.sendall(b"+OK\r\n" * question.count(b"SETINFO"))
-            if b"GET" in question:
-                connection.sendall(answers.pop(0))
-
-    def serve() -> None:
-        for answers in ([b"-ERR no\r\n", b"$5\r\nstale\r\n"], [b"$5\r\nright\r\n"]):
-            connection, _ = listener.accept()
-            with connection:
-                answer(connection, answers)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=serve)
-        thread.start()
-        tier = open_tier(f"redis://127.0.0.1:{listener.getsockname()[1]}")
-        first, second, third = random_frames(3, 0)
-        with pytest.raises(TierUnavailable, match="no"):
-            tier.get([first, second])
-        assert tier.get([third]) == {third: b"right"}
-        thread.join()
-
-
-@pytest.mark.servers
 def test_a_slow_line_is_still_a_line(server: Server, open_tier: Callable[..., RedisTier]) -> None:
     with Proxy(server.port) as proxy:
         tier, frames = open_tier(f"redis://127.0.0.1:{proxy.port}", 5), random_frames(2, MB)
@@ -349,44 +297,5 @@ def test_a_slow_line_is_still_a_line(server: Server, open_tier: Callable[..., Re
         assert tier.get(list(frames)) == frames
 
 
-@pytest.mark.servers
 def test_threads_get_their_own_answers(tier: RedisTier) -> None:
-    assert confused_by_threads(tier, num_rounds=15, num_frames=8) == []
-
-
-@given(st.lists(st.lists(st.binary(max_size=30_000), min_size=1, max_size=4), max_size=6))
-@settings(max_examples=50)
-def test_commands_are_written_as_the_protocol_wants(commands: list[list[bytes]]) -> None:
-    expected = b"".join(
-        b"*%d\r\n" % len(command) + b"".join(b"$%d\r\n%b\r\n" % (len(a), a) for a in command)
-        for command in commands
-    )
-    assert b"".join(_wire(map(tuple, commands))) == expected
-
-
-@pytest.mark.parametrize(
-    ("url", "reason"),
-    [
-        ("redis://h?ttl_s=0", "ttl_s=0"),
-        ("redis://h?ttl_s=soon", "ttl_s=soon"),
-        ("redis://h?tll_s=3", "tll_s"),
-        ("redis://:secretword/x@h:1", "escaped"),
-        ("http://h:1", "expected redis://"),
-    ],
-)
-def test_a_wrong_url_is_refused_with_the_reason(url: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason) as caught:
-        RedisTier(url)
-    assert "secretword" not in str(caught.value)
-
-
-def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(ConfigError, match="pip install redis hiredis"):
-        RedisTier("redis://localhost")
-
-
-def test_the_clients_are_loaded_only_when_a_tier_is_made() -> None:
-    code = "import sys, kvboost.tiers.redis, kvboost.tiers.mooncake;"
-    code += "assert not {'redis', 'hiredis', 'mooncake'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    check_with_threads(tier, num_rounds=15, num_frames=8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.weights.window import Piece, Window
+from waiting import wait_until
 
 
 class Shelf:
@@ -51,22 +51,6 @@ def window_of(
         window.close()
 
 
-def until(is_so: object) -> None:
-    for _ in range(1000):
-        if is_so():  # type: ignore[operator]
-            return
-        time.sleep(0.005)
-    raise AssertionError("did not happen")
-
-
-def test_a_piece_is_there_while_it_is_used() -> None:
-    with window_of({"a": 1, "b": 1}, 1) as (window, shelf, pieces):
-        for name in "abab":
-            with window.use(pieces[name]) as brought:
-                assert brought == name
-                assert shelf.out == [name]
-
-
 def test_what_came_next_last_time_is_brought_while_a_piece_is_used() -> None:
     sizes = dict.fromkeys("abcd", 1)
     with window_of(sizes, 2) as (window, shelf, pieces):
@@ -75,9 +59,9 @@ def test_what_came_next_last_time_is_brought_while_a_piece_is_used() -> None:
                 pass
         assert window.num_waits == 4
         with window.use(pieces["a"]):
-            until(lambda: shelf.out == ["a", "b"])
+            wait_until(lambda: shelf.out == ["a", "b"])
         with window.use(pieces["b"]):
-            until(lambda: sorted(shelf.out) == ["b", "c"])
+            wait_until(lambda: sorted(shelf.out) == ["b", "c"])
         assert window.num_waits == 5
 
 
@@ -87,7 +71,7 @@ def test_a_new_order_is_learnt() -> None:
             with window.use(pieces[name]):
                 pass
         with window.use(pieces["a"]):
-            until(lambda: sorted(shelf.out) == ["a", "c"])
+            wait_until(lambda: sorted(shelf.out) == ["a", "c"])
 
 
 def test_pieces_that_fit_together_are_brought_once() -> None:
@@ -103,7 +87,7 @@ def test_a_piece_in_use_stays_though_another_needs_its_room() -> None:
         with window.use(pieces["outer"]), window.use(pieces["inner"]):
             assert sorted(shelf.out) == ["inner", "outer"]
         with window.use(pieces["inner"]):
-            until(lambda: shelf.out == ["inner"])
+            wait_until(lambda: shelf.out == ["inner"])
 
 
 def test_what_bringing_raises_reaches_the_user_and_is_tried_again() -> None:
@@ -124,7 +108,7 @@ def test_a_piece_that_failed_ahead_of_time_is_tried_again_when_it_is_needed() ->
                 pass
         shelf.broken = {"b"}
         with window.use(pieces["a"]):
-            until(lambda: pieces["b"].error is not None)
+            wait_until(lambda: pieces["b"].error is not None)
         shelf.broken = set()
         for name in "bc":
             with window.use(pieces[name]) as brought:
