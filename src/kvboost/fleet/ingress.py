@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvboost.fleet.messages import Diverged, Events, Forwarded, Head, take_outcome
-from kvboost.server.answers import ClientGone
+from kvboost.server.answers import ClientGone, disconnected
 from kvboost.server.gate import OPEN_PATHS, REQUEST_ID
 from kvboost.server.keys import Caller, KeyRing, read_keys
 from kvboost.server.options import ServerOptions, is_loopback
@@ -68,7 +68,7 @@ class Front:
             # Where requests go tells what others have asked: nothing for everybody.
             reply.tells_replica = caller.is_admin and not self._options.allow_anonymous
             request = _forwarded(scope, await self._body(scope, receive))
-            leaving = asyncio.ensure_future(_left(receive))
+            leaving = asyncio.ensure_future(disconnected(receive))
             try:
                 await self._pass_on(request, reply, leaving)
             finally:
@@ -305,11 +305,6 @@ def _parsed(body: bytes) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return asked if isinstance(asked, dict) else {}
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _nothing() -> dict[str, Any]:

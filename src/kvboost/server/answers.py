@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 from kvboost.core import ReuseMode, Sampling
 from kvboost.engine.batch.ticket import Ticket
@@ -151,7 +152,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     Raises:
         ClientGone: it went.
     """
-    return await unless(disconnected(request), work, ClientGone())
+    return await unless(disconnected(request.receive), work, ClientGone())
 
 
 async def unless(event: Awaitable[object], work: Awaitable[T], error: Exception) -> T:
@@ -168,7 +169,7 @@ async def unless(event: Awaitable[object], work: Awaitable[T], error: Exception)
         task.cancel()
 
 
-async def disconnected(request: Request) -> None:
+async def disconnected(receive: Receive) -> None:
     """Wait until the client goes; the body has been read before."""
-    while (await request.receive())["type"] != "http.disconnect":
+    while (await receive())["type"] != "http.disconnect":
         pass

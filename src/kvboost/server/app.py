@@ -35,7 +35,8 @@ from kvboost.server.keys import KeyRing
 from kvboost.server.options import ServerOptions
 from kvboost.server.page import page
 from kvboost.server.plans import Plan, Planner, Served
-from kvboost.server.problems import Problem, ShuttingDown, invalid, problem_of, refused
+from kvboost.server.problems import Problem, ShuttingDown, invalid, refused
+from kvboost.server.record import RequestRecord
 from kvboost.server.responses import ResponsesBody
 from kvboost.server.telemetry import Telemetry
 from kvboost.server.turns import Turns
@@ -326,15 +327,14 @@ def make_app(
 async def _tell(request: Request, error: Exception) -> Response:
     """Any refusal in OpenAI's shape."""
     if isinstance(error, RequestValidationError):
-        problem = invalid(error.errors(), BODIES.get(request.url.path))
-    else:
-        problem = problem_of(error) or _plain_problem(error, request.url.path)
-    request.state.outcome.error = problem.code or problem.kind
-    return problem.response
+        error = invalid(error.errors(), BODIES.get(request.url.path))
+    elif isinstance(error, HTTPException) and not isinstance(error, Problem):
+        error = _plain_problem(error, request.url.path)
+    record: RequestRecord = request.state.record
+    return record.fail(error).response
 
 
-def _plain_problem(error: Exception, path: str) -> Problem:
-    assert isinstance(error, HTTPException)
+def _plain_problem(error: HTTPException, path: str) -> Problem:
     names = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}
     code, reason = names.get(error.status_code), ABSENT.get(path, str(error.detail))
     return Problem(error.status_code, reason, code=code, headers=error.headers)

@@ -7,12 +7,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvboost.core import MatchKind
-
-if TYPE_CHECKING:
-    from kvboost.server.telemetry import RequestRecord
+from kvboost.server.record import RequestRecord
 
 WINDOW_S = 60.0
 MOST_REQUESTS = 10_000  # that are remembered

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Protocol
 
 from prometheus_client import (
@@ -21,13 +19,13 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvboost.engine.results import Completion
 from kvboost.metrics import counted_as
 from kvboost.server import metrics
 from kvboost.server.keys import Bucket
 from kvboost.server.logs import log_fields
 from kvboost.server.metrics import Metric, Stats
 from kvboost.server.recent import Recent
+from kvboost.server.record import RequestRecord
 from kvboost.server.tracing import PHASES, Tracing, provider_from_environment
 
 UNKNOWN_CALLER = 401
@@ -46,54 +44,6 @@ class Engine(Protocol):
 
     def batch_stats(self) -> dict[str, Any]:
         """What runs and waits."""
-
-
-@dataclass(frozen=True)
-class RequestRecord:
-    """A request that has ended, well or not."""
-
-    request_id: str
-    endpoint: str  # the route, never the path as it came: it is a label of metrics
-    tenant: str
-    model: str
-    status: int
-    is_stream: bool
-    started_at: float  # epoch seconds
-    total_s: float
-    error: str = ""  # OpenAI error type or code, empty if none
-    finish_reason: str = ""  # "stop" | "length" | "tool_calls" | "cancelled" | ""
-    completions: tuple[Completion, ...] = ()  # several for n > 1
-    num_cut_tokens: int = 0  # of answers that did not come to their end
-    prompt_tokens: int = 0  # of all prompts, each counted once
-    traceparent: str = ""  # the W3C header of the request
-
-    @property
-    def is_error(self) -> bool:
-        """Whether something went wrong, also after a stream had started with status 200.
-
-        A caller who disconnects causes no error.
-        """
-        return self.finish_reason != "cancelled" and (self.status >= 400 or bool(self.error))
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that were not computed for the first answer."""
-        return self.completions[0].cached_tokens if self.completions else 0
-
-    @property
-    def generated_tokens(self) -> int:
-        """Tokens of all answers, whole or cut off."""
-        return self.num_cut_tokens + sum(len(answer.token_ids) for answer in self.completions)
-
-    @property
-    def first_token_s(self) -> list[float]:
-        """Of each answer, when its first token was there."""
-        return [answer.token_times[0] for answer in self.completions if answer.token_times]
-
-    @property
-    def gaps_s(self) -> list[list[float]]:
-        """Of each answer, the times between its tokens."""
-        return [[b - a for a, b in pairwise(each.token_times)] for each in self.completions]
 
 
 class Telemetry:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, TracerProvider
 
     from kvboost.engine.results import Completion
-    from kvboost.server.telemetry import RequestRecord
+    from kvboost.server.record import RequestRecord
 
 PHASES = ("queue", "lookup", "load", "prefill", "decode")
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
