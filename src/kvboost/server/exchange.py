@@ -27,21 +27,21 @@ T = TypeVar("T")
 
 
 class Running:
-    """The requests that are being answered."""
+    """The running requests."""
 
     def __init__(self, engine: KVBoost, deadline_s: float) -> None:
         self._engine = engine
         self.deadline_s = deadline_s
         self._answers: set[Answers] = set()
         self._is_cut = False
-        self._others: set[asyncio.Future[None]] = set()  # of other work than answers
+        self._others: set[asyncio.Future[None]] = set()  # work other than answers
         self.is_draining = False
 
     def __len__(self) -> int:
         return len(self._answers)
 
     def cut(self) -> None:
-        """End all with an error."""
+        """End all requests with an error."""
         self._is_cut = True
         for other in self._others:
             if not other.done():
@@ -50,10 +50,10 @@ class Running:
             answers.cut(ShuttingDown())
 
     async def unless_cut(self, work: Awaitable[T]) -> T:
-        """Wait for other work than answers, but not beyond the end.
+        """Wait for work other than answers, unless the server shuts down first.
 
         Raises:
-            ShuttingDown: the end has come.
+            ShuttingDown: it did.
         """
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._is_cut:
@@ -66,7 +66,7 @@ class Running:
 
     @contextmanager
     def answering(self, plan: Plan, caller: Caller, record: RequestRecord) -> Iterator[Answers]:
-        """Answers that are computed as long as the context lasts, on their caller's account."""
+        """Answers that run while the context lasts and count towards the caller's limits."""
         deadline_s = self.deadline_s - record.elapsed_s
         if deadline_s <= 0:
             raise DeadlineExceeded("the deadline passed before the request could start")
@@ -87,9 +87,9 @@ class Running:
 
 
 class Exchange(Response):
-    """The response that computes itself while it is sent.
+    """A response that is computed while it is sent.
 
-    Nothing is sent before the first token is there: what fails until then has its own status.
+    Nothing is sent before the first token, so that earlier errors have a status of their own.
     """
 
     def __init__(self, plan: Plan, running: Running) -> None:

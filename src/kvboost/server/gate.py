@@ -50,7 +50,7 @@ class Gate:
         self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in and observe how it ends."""
+        """Admit a request, pass it on, and observe how it ends."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -120,7 +120,7 @@ class Gate:
             raise self._too_large()
 
     def _check_local(self, headers: Headers) -> None:
-        """Refuse what did not come from a program on this machine: local callers administrate."""
+        """Refuse requests of web pages and proxies: without keys, callers are administrators."""
         if any(name in headers for name in FORWARDED):
             reason = "without API keys, requests through a proxy are refused (--api-keys)"
             raise Problem(403, reason, code="forwarded")
@@ -135,7 +135,7 @@ class Gate:
             raise Problem(403, f"{reason} (--cors-origin)", code="cross_site")
 
     def _bounded(self, receive: Receive) -> Receive:
-        """The same with an end to what a body may hold, whatever its headers say."""
+        """`receive` with a limit of body bytes, whatever the headers say."""
         num_bytes = 0
 
         async def counted() -> Message:

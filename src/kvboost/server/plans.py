@@ -74,7 +74,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a request asks for; answers to one prompt are neighbours."""
+    """What a request asks for; answers to one prompt follow each other."""
 
     asks: tuple[Ask, ...]
     num_each: int  # answers to each prompt
@@ -94,11 +94,11 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        """The most that the request can take."""
+        """The most tokens that the request can use."""
         return self.prompt_tokens + sum(ask.sampling.max_new_tokens for ask in self.asks)
 
     def firsts(self, each: Sequence[Any]) -> Sequence[Any]:
-        """Of one item per answer, the items of the first answers to each prompt."""
+        """Of a list with an item per answer, those of the first answer to each prompt."""
         return each[:: self.num_each]
 
     def kept(self, answers: Sequence[Completion]) -> list[tuple[int, Completion]]:
@@ -208,7 +208,7 @@ class Planner:
         return {"prompt": self._tokenizer.decode(body.tokens)}
 
     def stored(self, body: CacheBody) -> list[int]:
-        """The tokens whose K/V is meant."""
+        """The tokens whose K/V to pin or delete."""
         if body.text is not None:
             self._check_size(body.text)
             tokens = tokens_of(body.text, self._tokenizer)

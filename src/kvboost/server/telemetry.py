@@ -37,7 +37,7 @@ WATCHED = "/v1/stats"
 
 
 class Engine(Protocol):
-    """What telemetry asks an engine for."""
+    """The statistics of an engine."""
 
     def cache_stats(self) -> dict[str, Any]:
         """Sizes and counts of what is stored."""
@@ -71,7 +71,7 @@ class Telemetry:
         self._tracing = None if provider is None else Tracing(provider)
 
     def observe(self, record: RequestRecord) -> None:
-        """Take note of a request that has ended. Thread-safe, and does not wait."""
+        """Count, log and trace a request that has ended. Thread-safe; does not wait."""
         self._count(record)
         self._recent.add(record)
         trace_id = "" if self._tracing is None else self._tracing.record(record)
@@ -117,7 +117,7 @@ class Telemetry:
 
 
 class _EngineCollector(Collector):
-    """Reads what the engine keeps when Prometheus asks."""
+    """Reads the engine's statistics when Prometheus asks."""
 
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine, self._model = engine, model
@@ -127,7 +127,7 @@ class _EngineCollector(Collector):
         return ()
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
-        """Every reading of this moment."""
+        """All readings."""
         stats = Stats(self._model, self._engine.cache_stats(), self._engine.batch_stats())
         for reading in metrics.READINGS:
             of = reading.metric
@@ -139,7 +139,7 @@ class _EngineCollector(Collector):
 
 
 def _fields(record: RequestRecord) -> dict[str, Any]:
-    """What the log tells: no text of the prompt, no text of the answer."""
+    """The fields of the log line; none has text of the prompt or the output."""
     first = record.completions[0].phases if record.completions else None
     first_token_s = record.first_token_s
     return {
