@@ -7,7 +7,7 @@ from typing import Any
 from kvboost.core import MatchKind, Span
 from kvboost.engine.results import Completion, Phases, ReuseReport, SpanReport
 from kvboost.metrics import NAMES
-from kvboost.server.telemetry import RequestRecord
+from kvboost.server.record import RequestRecord
 
 DISK = {
     "is_up": True,

@@ -21,12 +21,12 @@ PARTS = {
     "integrations": "integrations",
 }
 MAX_LINES = {
-    "library": 11_740,
-    "application": 5_945,
+    "library": 11_720,
+    "application": 5_870,
     "weights": 700,
-    "connectors": 1_785,
+    "connectors": 1_775,
     "bench": 5_140,
-    "fleet": 1_790,
+    "fleet": 1_785,
     "probe": 1_110,
     "integrations": 85,
 }

@@ -20,8 +20,7 @@ from fake_vllm import (
     put_apart,
     put_joined,
 )
-from kvboost.connectors.vllm.blocks import BlockRows, PagedCache
-from kvboost.connectors.vllm.layout import Layout, learn_layout
+from kvboost.connectors.vllm.blocks import BlockRows, Layout, PagedCache, learn_layout
 from kvboost.core import Span
 from kvboost.errors import UnsupportedModel
 

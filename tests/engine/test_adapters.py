@@ -415,7 +415,7 @@ def test_an_adapter_that_changes_the_shape_of_kv_is_refused(
     engine: KVBoost, folders: dict[str, str]
 ) -> None:
     model = engine._parts.model
-    model._geometry = replace(model.geometry, num_layers=5)
+    model.geometry = replace(model.geometry, num_layers=5)
     with pytest.raises(ConfigError, match="changes the shape of K/V"):
         engine.load_adapter("wide", folders["a"])
 

@@ -22,7 +22,7 @@ from asking import (
 )
 from fake_serving import Stand
 from kvboost.errors import KVBoostError, QueueFull
-from kvboost.server import exchange
+from kvboost.server.record import RequestRecord
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_a_deadline_counts_from_the_arrival_of_a_request(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(stand.engine, "submit", noted)
     for late_s, status in ((60.0, 200), (101.0, 504)):
-        monkeypatch.setattr(exchange.Outcome, "elapsed_s", property(lambda _, s=late_s: s))
+        monkeypatch.setattr(RequestRecord, "elapsed_s", property(lambda _, s=late_s: s))
         assert client_of(stand).post(CHAT, json={"messages": USER}).status_code == status
     assert given == [40.0]
 

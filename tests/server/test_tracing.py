@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from kvboost.engine.results import Phases
-from kvboost.server.telemetry import RequestRecord
+from kvboost.server.record import RequestRecord
 from kvboost.server.tracing import PHASES, Tracing, provider_from_environment
 from serving import completion, failed, record
 

@@ -15,7 +15,10 @@ from waiting import wait_until
 
 
 class Shelf:
-    """Counts what is out; raises for the names in `broken`, waits where `gate` is shut."""
+    """Counts what is out; raises for names in `broken`, waits where `gate` is shut.
+
+    Names stand for tensors.
+    """
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
@@ -40,7 +43,7 @@ class Shelf:
 @contextmanager
 def window_of(
     sizes: dict[str, int], budget: int
-) -> Iterator[tuple[Window[str, str], Shelf, dict[str, Piece[str, str]]]]:
+) -> Iterator[tuple[Window, Shelf, dict[str, Piece]]]:
     shelf = Shelf()
     shelf.sizes = sizes
     window = Window(budget, shelf.bring, shelf.drop)

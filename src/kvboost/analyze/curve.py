@@ -61,7 +61,7 @@ class Curve:
 
     @property
     def distinct_tokens(self) -> float:
-        """What a cache that never drops anything would hold."""
+        """Tokens in a cache that never evicts."""
         return float(self._cold_tokens.sum())
 
     def add(self, names: Names, tokens: Floats, owners: Ints) -> None:
@@ -228,7 +228,7 @@ def _tokens_of_older(previous: Ints, begins: Ints, tokens: Floats) -> Floats:
 
 @dataclass
 class Findings:
-    """What a log told."""
+    """What was found in a log."""
 
     num_requests: int = 0
     span_s: float = 0.0  # from the first request to the last; 0 where the log has no times

@@ -46,7 +46,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
-    """Flags for what is read, and how it is counted."""
+    """Flags for reading and counting."""
     add = parser.add_argument
     add(
         "log",

@@ -45,20 +45,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prompt", metavar="PROMPT", help="file with the prompt; - for standard input"
     )
-    parser.add_argument(
-        "--seen",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="file with an earlier prompt; may be repeated",
-    )
-    parser.add_argument(
-        "--document",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="file with a document to warm; may be repeated",
-    )
+    flags.add_files(parser, "--seen", "file with an earlier prompt")
+    flags.add_files(parser, "--document", "file with a document to warm")
     parser.add_argument(
         "--chunk-size", type=int, default=128, metavar="N", help="tokens in a chunk (default: 128)"
     )

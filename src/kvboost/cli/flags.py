@@ -107,6 +107,13 @@ def add_max_new_tokens(parser: argparse.ArgumentParser, default: int) -> None:
     )
 
 
+def add_files(parser: argparse.ArgumentParser, flag: str, text: str) -> None:
+    """A flag that names a file, and may be repeated."""
+    parser.add_argument(
+        flag, action="append", default=[], metavar="FILE", help=f"{text}; may be repeated"
+    )
+
+
 def add_json(parser: argparse.ArgumentParser, text: str = "print the result as JSON") -> None:
     """--json."""
     parser.add_argument("--json", action="store_true", help=text)

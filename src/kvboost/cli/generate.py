@@ -38,13 +38,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "prompt", nargs="?", metavar="PROMPT", help="text of the prompt (default: standard input)"
     )
     prompt.add_argument("--file", metavar="FILE", help="file with the prompt; - for standard input")
-    parser.add_argument(
-        "--document",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="file to put before the prompt; may be repeated",
-    )
+    flags.add_files(parser, "--document", "file to put before the prompt")
     prompts.add_raw(parser)
     flags.add_model(parser)
     flags.add_answer(parser, MAX_NEW_TOKENS)

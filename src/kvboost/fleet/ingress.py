@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvboost.fleet.messages import Diverged, Events, Forwarded, Head, take_outcome
-from kvboost.server.answers import ClientGone
+from kvboost.server.answers import ClientGone, disconnected
 from kvboost.server.gate import OPEN_PATHS, REQUEST_ID
 from kvboost.server.keys import Caller, KeyRing, read_keys
 from kvboost.server.options import ServerOptions, is_loopback
@@ -43,7 +43,7 @@ class Ingress:
 
 
 class ReplicaLost(Exception):
-    """What was asked of a replica will not come."""
+    """A replica will not complete its response."""
 
 
 class Front:
@@ -68,7 +68,7 @@ class Front:
             # Where requests go tells what others have asked: nothing for everybody.
             reply.tells_replica = caller.is_admin and not self._options.allow_anonymous
             request = _forwarded(scope, await self._body(scope, receive))
-            leaving = asyncio.ensure_future(_left(receive))
+            leaving = asyncio.ensure_future(disconnected(receive))
             try:
                 await self._pass_on(request, reply, leaving)
             finally:
@@ -83,7 +83,7 @@ class Front:
             await reply.fail(internal(request_id))
 
     def _admit(self, scope: Scope) -> Caller:
-        """Let nobody in whom a replica would refuse: bodies cost memory, and prompts routing.
+        """Refuse callers whom a replica would refuse: bodies cost memory, and prompts routing.
 
         Without keys, as a server that listens at this machine's own address alone: Ray decides
         where its proxies listen, so it is who calls that tells. Names that were made to mean this
@@ -170,7 +170,7 @@ class Exchange:
         await reply.end()
 
     async def _next(self, most_s: float = float("inf")) -> Any:
-        """What comes next; None at the end."""
+        """The next item; None at the end."""
         step = asyncio.ensure_future(self._step())
         step.add_done_callback(take_outcome)
         left_s = self._ends_at - time.monotonic()
@@ -208,13 +208,13 @@ class Exchange:
         return step.result()
 
     def close(self) -> None:
-        """Have the replica stop, unless it is done."""
+        """Cancel the request at the replica, unless it is done."""
         if not self._has_ended:
             self._stream.cancel()
 
 
 class Reply:
-    """The response to the client. Nothing of it is sent before there is some of its body."""
+    """The response to the client. Nothing is sent before the first bytes of its body."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -226,7 +226,7 @@ class Reply:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another replica can give what is missing."""
+        """Whether another replica can continue it."""
         return not self.has_begun or self._events is not None
 
     def start(self, head: Head | None) -> None:
@@ -256,7 +256,7 @@ class Reply:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, problem: Problem) -> None:
-        """Tell what went wrong, as far as that is still possible.
+        """Send an error, as far as that is still possible.
 
         Raises:
             Problem: the response is broken off; its reader sees that it is not whole.
@@ -264,7 +264,7 @@ class Reply:
         if not self.has_begun:
             await problem.response({"type": "http"}, _nothing, self._send)
         elif self._events is not None:
-            told = b"event: error\n" + event(problem.body)
+            told = event(problem.body, "error")
             await self._send({"type": "http.response.body", "body": told, "more_body": False})
         else:
             raise problem
@@ -305,11 +305,6 @@ def _parsed(body: bytes) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return asked if isinstance(asked, dict) else {}
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _nothing() -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Head:
 
 
 class Diverged(Exception):
-    """Another replica gives another answer than the one that was begun."""
+    """Another replica's answer differs from the one that was begun."""
 
 
 class Events:
@@ -59,7 +59,7 @@ class Events:
         self._rest = b""
 
     def begin_again(self) -> None:
-        """The same answer comes from its start."""
+        """Another replica starts the same answer."""
         self._place, self._rest = 0, b""
 
     def new(self, piece: bytes) -> bytes:
@@ -88,6 +88,6 @@ class Events:
 
 
 def take_outcome(done: asyncio.Future[Any]) -> None:
-    """Look at how something ended that nobody waits for, or asyncio would complain."""
+    """Retrieve the result of a future that nobody awaits, or asyncio would warn."""
     if not done.cancelled():
         done.exception()

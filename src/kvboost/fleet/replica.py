@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class EngineReplica:
-    """What Ray Serve runs several of."""
+    """A replica, as Ray Serve runs it."""
 
     _engine: KVBoost | None = None
 
@@ -62,7 +62,7 @@ class EngineReplica:
 
 
 def with_own_folder(options: Options, rank: int) -> Options:
-    """The same with a disk folder of its own: one process can use a folder.
+    """The options with a folder for this replica: only one process can use a folder.
 
     `rank` is the replica's number on its machine, which the one that replaces it gets again.
     """

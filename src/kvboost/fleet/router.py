@@ -57,14 +57,14 @@ class ReuseRouter(MultiplexMixin, RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Those worth preferring one by one, best first, and then two by chance."""
+        """The preferred replicas one by one, best first, then two random ones."""
         if pending_request is not None and pending_request.metadata.multiplexed_model_id:
             # An adapter of Ray Serve LLM: where it is loaded comes first.
             loaded = self.apply_multiplex_routing(pending_request)
             candidate_replicas = [each for each in candidate_replicas if each.replica_id in loaded]
         if not candidate_replicas:
             return []
-        # By chance: of equally good ones the first is preferred.
+        # In random order: of equally good ones the first is preferred.
         shuffled = random.sample(candidate_replicas, len(candidate_replicas))
         two = shuffled[:2]
         if pending_request is None:
@@ -82,11 +82,11 @@ class ReuseRouter(MultiplexMixin, RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Remember what a replica is about to read."""
+        """Record that a replica will hold a prompt."""
         self._book.sent(self._places(pending_request), _name(replica_id))
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Read what replicas say that they hold, and forget those that left.
+        """Read the reports of replicas, and forget those that left.
 
         Ray Serve calls it when replicas come or go, and whenever their routing stats have changed.
         """

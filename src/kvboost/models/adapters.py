@@ -134,7 +134,7 @@ class Adapters:
         _restore(self._layers, self._states[adapter])
 
     def release(self) -> None:
-        """Give the model back as it was."""
+        """Restore the model as it was."""
         for adapter in self._known.values():
             if adapter.slot not in self._first_slots:
                 self._delete(adapter.slot)

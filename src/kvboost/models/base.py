@@ -28,20 +28,20 @@ class Slots(Protocol):
         """Change the rows of `span` in place, a part at a time."""
 
 
-class CausalModel(Protocol):
-    """One sparse prefill, and the facts that keys and codecs need."""
+class ModelFacts(Protocol):
+    """What placing K/V needs to know of a model."""
 
     @property
     def geometry(self) -> KVGeometry:
         """The shape of this model's K/V."""
 
     @property
-    def fingerprint(self) -> bytes:
-        """Changes with anything that changes the K/V of given tokens."""
-
-    @property
     def rotations(self) -> Mapping[int, Rotation | None]:
         """Per plane, how it rotates with position; empty if that could not be certified."""
+
+
+class CausalModel(Protocol):
+    """A model that runs a sparse prefill."""
 
     def forward(self, slots: Any, tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """Run `tokens` at `positions`, write their rows, and return the logits of the last one.

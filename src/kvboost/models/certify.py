@@ -43,13 +43,15 @@ class Rotations:
     refusal: str = ""
 
 
-def probe_tokens(model: PreTrainedModel) -> torch.Tensor:
+def probe_tokens(vocabulary: int, count: int) -> torch.Tensor:
     """Token ids to measure with, the same on every machine."""
-    vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
+    return torch.randint(5, vocabulary - 1, (count,), generator=generator)
+
+
+def _probe_of(model: PreTrainedModel) -> torch.Tensor:
     count = NUM_PROBE_TOKENS if model.device.type == "cpu" else MORE_PROBE_TOKENS
-    tokens = torch.randint(5, vocabulary - 1, (count,), generator=generator)
-    return tokens.to(model.device)
+    return probe_tokens(model.config.get_text_config().vocab_size, count).to(model.device)
 
 
 def check_placement(model: PreTrainedModel) -> None:
@@ -78,7 +80,7 @@ def measure_geometry(model: PreTrainedModel) -> KVGeometry:
     Raises:
         UnsupportedModel: a layer keeps something other than K and V.
     """
-    cached = list(cached_tensors(model, probe_tokens(model)[:1, None], [0]))
+    cached = list(cached_tensors(model, _probe_of(model)[:1, None], [0]))
     is_split = len({tensor.device for _, tensor in cached}) > 1
     kinds: dict[tuple[int, int, int | None], list[int]] = {}
     for plane, tensor in cached:
@@ -107,7 +109,7 @@ def run_native(model: PreTrainedModel, geometry: KVGeometry) -> Native:
 
     Where the model differs from itself, we may differ from it twice as much.
     """
-    tokens = probe_tokens(model)[None]
+    tokens = _probe_of(model)[None]
     logits = model(input_ids=tokens, past_key_values=DynamicCache(), use_cache=True).logits[0]
     tolerance = LOGITS_TOLERANCE[geometry.dtype]
     is_exact = geometry.dtype in ("float32", "float64")
@@ -126,7 +128,7 @@ def check_sparse_prefill(model: PreTrainedModel, geometry: KVGeometry, native: N
     Raises:
         UnsupportedModel: one of them differs from `native` by more than rounding.
     """
-    tokens = probe_tokens(model)
+    tokens = _probe_of(model)
     rows = private_rows(geometry, len(tokens), tokens.device)
     everything = list(range(len(tokens)))
     again = everything[2::5] + everything[:1] + everything[-3:-1]
@@ -158,7 +160,7 @@ def check_packed(
     It does for models that change K/V between cache and attention. Also returns whether attention
     can be computed in parts, one for each run of rows.
     """
-    tokens = probe_tokens(model).tolist()
+    tokens = _probe_of(model).tolist()
     pool = BlockPool(geometry, len(tokens), 3, model.device)
     first, second = (Rows(pool, len(tokens)) for _ in range(2))
     joins = True
@@ -192,7 +194,7 @@ def measure_rotations(model: PreTrainedModel, geometry: KVGeometry) -> Rotations
     A sequence of one token attends to itself alone, so in every layer its K and V depend on its
     position through the rotary embedding and nothing else.
     """
-    tokens = probe_tokens(model)[:8, None]
+    tokens = _probe_of(model)[:8, None]
     home = dict(cached_tensors(model, tokens, [0]))
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1024
     positions = [p for p in ROTATION_POSITIONS if p < longest]

@@ -5,23 +5,22 @@ The rule, which needs no model in memory, is in docs/adr/0034-fingerprint.md.
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from blake3 import blake3
+from transformers import PreTrainedModel
 
 from kvboost.core import KVGeometry
-from kvboost.models.buffers import changed_buffers
 from kvboost.weights.stream import streamed
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # Entries of a config that do not affect K/V. Nor does the tokenizer: K/V depends on token ids.
 COSMETIC = ("architectures", "dtype", "id2label", "label2id", "transformers_version", "use_cache")
@@ -39,6 +38,11 @@ WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)\b")  # insid
 
 PIECE_BYTES = 1 << 23  # read at once
 NUM_THREADS = 4  # each hashes a tensor at 1 to 4 GB/s; more would wait for memory or a disk
+
+# CPUs with AVX2 and with AVX-512 compute frequencies that differ in the last bits; GPUs may.
+ROUNDING = 4 * torch.finfo(torch.float32).eps
+
+log = logging.getLogger(__name__)
 
 
 def fingerprint(model: PreTrainedModel, geometry: KVGeometry) -> bytes:
@@ -181,3 +185,69 @@ def _weight_of(model: PreTrainedModel, getter: str) -> str:
     wanted = getattr(model, getter)()
     found = (f"{path}.weight" for path, module in model.named_modules() if module is wanted)
     return next(found, "")
+
+
+def changed_buffers(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of buffers that are in no checkpoint and do not follow from the config.
+
+    Transformers' `_init_weights` computes buffers such as rotary frequencies when a model is built.
+    Computed once more, they show whether somebody has changed them.
+    """
+    for path, module, names, expected in _uncovered(model):
+        for name in names:
+            buffer = module._buffers[name]  # noqa: SLF001
+            if buffer is not None and not _is_same(buffer, expected.get(name)):
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def _uncovered(
+    model: PreTrainedModel,
+) -> Iterator[tuple[str, torch.nn.Module, list[str], dict[str, torch.Tensor]]]:
+    """Modules with buffers that are in no checkpoint: path, names, values by the config."""
+    owners: dict[str, PreTrainedModel] = {}  # by path: the innermost model that a module is in
+    for path, module in model.named_modules():
+        parent = path.rpartition(".")[0]
+        owner = module if isinstance(module, PreTrainedModel) else owners[parent]
+        owners[path] = owner
+        names = sorted(module._non_persistent_buffers_set)  # noqa: SLF001
+        if names:
+            yield path, module, names, _computed(owner, module)
+
+
+def compute_buffers(model: PreTrainedModel) -> None:
+    """Give a model without memory the buffers that no checkpoint holds."""
+    for _, module, names, expected in _uncovered(model):
+        for name in names:
+            buffer = module._buffers[name]  # noqa: SLF001
+            if buffer is not None and name in expected:
+                module._buffers[name] = expected[name].to(buffer.dtype)  # noqa: SLF001
+
+
+def _computed(owner: PreTrainedModel, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a module as its config gives them; empty if its code does not tell."""
+    buffers = {
+        # As float32: frequencies that were rounded to 16 bits are other ones.
+        name: torch.zeros(
+            each.shape, dtype=torch.float32 if each.is_floating_point() else each.dtype
+        )
+        for name, each in module._buffers.items()  # noqa: SLF001
+        if each is not None
+    }
+    weights = {
+        name: None if each is None else torch.empty_like(each, device="meta")
+        for name, each in module._parameters.items()  # noqa: SLF001
+    }
+    fresh = copy.copy(module)  # with nothing in it of the model's own
+    fresh.__dict__ |= {"_buffers": buffers, "_parameters": weights, "_modules": {}}
+    try:
+        owner._init_weights(fresh)  # noqa: SLF001
+    except Exception as error:  # foreign code, run in our way
+        log.info("buffers of %s count as they are: %s", type(module).__name__, error)
+        return {}
+    return buffers
+
+
+def _is_same(buffer: torch.Tensor, expected: torch.Tensor | None) -> bool:
+    if expected is None:
+        return False
+    return torch.allclose(buffer.detach().cpu().to(expected.dtype), expected, rtol=ROUNDING, atol=0)

@@ -85,12 +85,13 @@ class HFModel:
         self.model = model.eval()
         self.refusal = ""  # why nothing can be reused
         self.pack_refusal = "it was not certified"  # why a forward has one sequence, if so
-        self._geometry = KVGeometry(num_layers=0, groups=(), dtype="float32", itemsize=4)
+        self.geometry = KVGeometry(num_layers=0, groups=(), dtype="float32", itemsize=4)
         self._bitwise = bitwise
         self._fingerprint = b""
         self._numerics = b""
         self._rotations = certify.Rotations()
-        self._position_limit: int | None = None
+        # Longer sequences cannot share K/V with shorter ones (None: no such limit).
+        self.position_limit: int | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._unpack = prepack(model) if prepacked else None
         self._may_join = True  # attention may be computed for several sequences at once
@@ -105,11 +106,6 @@ class HFModel:
                 raise UnsupportedModel(self.refusal) from error
             is_foreseen = isinstance(error, UnsupportedModel)
             log.warning("no reuse for %s", self.refusal, exc_info=not is_foreseen)
-
-    @property
-    def geometry(self) -> KVGeometry:
-        """The shape of this model's K/V."""
-        return self._geometry
 
     @property
     def fingerprint(self) -> bytes:
@@ -148,18 +144,13 @@ class HFModel:
         """Whether several sequences can be computed in one forward."""
         return not self.pack_refusal
 
-    @property
-    def position_limit(self) -> int | None:
-        """Longer sequences cannot share K/V with shorter ones (None: no such limit)."""
-        return self._position_limit
-
     def is_alone(self, num_tokens: int) -> bool:
         """Whether a sequence of this length rotates its keys unlike shorter ones."""
-        return self._position_limit is not None and num_tokens > self._position_limit
+        return self.position_limit is not None and num_tokens > self.position_limit
 
     def fresh_rows(self, num_tokens: int) -> Rows:
-        """Room for a sequence outside the pool."""
-        return private_rows(self._geometry, num_tokens, self.model.device)
+        """Rows of a sequence outside the pool."""
+        return private_rows(self.geometry, num_tokens, self.model.device)
 
     @torch.no_grad()
     def forward(
@@ -180,7 +171,7 @@ class HFModel:
         """
         self.adapters.use(self.adapter)
         segment = Segment(rows, tokens, positions, corrected, observer)
-        cache = ForwardCache(self._geometry, [segment], packs=self.packs, may_join=self._may_join)
+        cache = ForwardCache(self.geometry, [segment], packs=self.packs, may_join=self._may_join)
         return run(self.model, cache, num_logits)[-num_logits:]
 
     @torch.no_grad()
@@ -193,7 +184,7 @@ class HFModel:
         together = [list(segments)] if self.packs else [[each] for each in segments]
         logits: dict[Segment, torch.Tensor] = {}
         for each in together:
-            cache = ForwardCache(self._geometry, each, packs=self.packs, may_join=self._may_join)
+            cache = ForwardCache(self.geometry, each, packs=self.packs, may_join=self._may_join)
             logits |= run_last(self.model, cache)
         return logits
 
@@ -235,7 +226,7 @@ class HFModel:
             cache.batch_repeat_interleave(num_sequences)
         elif rows is not None:
             cache = GenerateCache(
-                self._geometry,
+                self.geometry,
                 rows,
                 tokens,
                 pending,
@@ -253,7 +244,7 @@ class HFModel:
     def _dynamic_cache(self, rows: Rows) -> DynamicCache:
         """A copy of the rows in Transformers' own cache."""
         cache = DynamicCache()
-        for layer in range(self._geometry.num_layers):
+        for layer in range(self.geometry.num_layers):
             cache.update(*(part.clone() for part in rows.whole(layer, 0, rows.length)), layer)
         return cache
 
@@ -275,7 +266,7 @@ class HFModel:
         )
 
     def release(self) -> None:
-        """Give the model back as it was."""
+        """Restore the model as it was."""
         for hook in self._hooks:
             hook.remove()
         if self._unpack is not None:
@@ -294,9 +285,9 @@ class HFModel:
         certify.check_placement(model)
         choices = install.implementations(model)
         model.set_attn_implementation(install.own_attention(model))
-        self._geometry = certify.measure_geometry(model)
-        self._fingerprint = fingerprint(model, self._geometry)
-        self._position_limit = certify.position_limit(model)
+        self.geometry = certify.measure_geometry(model)
+        self._fingerprint = fingerprint(model, self.geometry)
+        self.position_limit = certify.position_limit(model)
         kept = None
         if kept_in is not None:
             versions = numerics(model, prepacked=self._unpack is not None)
@@ -305,7 +296,7 @@ class HFModel:
             model.register_forward_pre_hook(_fit_tokens_to_rows, with_kwargs=True),
             model.register_forward_hook(_count_rows, with_kwargs=True),
         ]
-        found = None if kept is None else kept.read(self._geometry)
+        found = None if kept is None else kept.read(self.geometry)
         if found is None:
             self._measure(choices)
             if kept is not None and self._is_flawless(choices[0]):
@@ -321,15 +312,15 @@ class HFModel:
 
     def _measure(self, choices: Sequence[str]) -> None:
         model = self.model
-        native = certify.run_native(model, self._geometry)
-        self._rotations = certify.measure_rotations(model, self._geometry)
+        native = certify.run_native(model, self.geometry)
+        self._rotations = certify.measure_rotations(model, self.geometry)
         self._choose_attention(choices, native)
-        self.pack_refusal, self.joins = certify.check_packed(model, self._geometry, native)
+        self.pack_refusal, self.joins = certify.check_packed(model, self.geometry, native)
         if self.pack_refusal:  # perhaps by the kernel for all sequences
             log.info("%s: not in one kernel: %s", self.name, self.pack_refusal)
             self._may_join = False
             self.pack_refusal, self.joins = certify.check_packed(
-                model, self._geometry, native, may_join=False
+                model, self.geometry, native, may_join=False
             )
         if self._rotations.refusal:
             log.info("%s: exact reuse only: %s", self.name, self._rotations.refusal)
@@ -347,9 +338,9 @@ class HFModel:
         """Whether what certification found still holds for the base model and under an adapter."""
         if self.refusal:
             return
-        if certify.measure_geometry(self.model) != self._geometry:
+        if certify.measure_geometry(self.model) != self.geometry:
             raise UnsupportedModel("it changes the shape of K/V")
-        if fingerprint(self.model, self._geometry) != self._fingerprint:
+        if fingerprint(self.model, self.geometry) != self._fingerprint:
             self.adapters.defect = "an adapter has changed the base model's weights: load it anew"
             raise UnsupportedModel(self.adapters.defect)
 
@@ -361,7 +352,7 @@ class HFModel:
         device, refusals = self.model.device, kernels.flex_refusals
         try:
             install.switch(self.model, first)
-            certify.check_sparse_prefill(self.model, self._geometry, native)
+            certify.check_sparse_prefill(self.model, self.geometry, native)
         except Exception as error:  # third-party kernels raise what they like
             reason = reason_of(error)
             if device.type != "cpu" and device not in refusals:  # perhaps there is no compiler

@@ -70,7 +70,7 @@ class KeptFile:
 
 
 class Certificate:
-    """The place where the rotations of a certified model are kept: its file, or nowhere."""
+    """The file with the rotations of a certified model."""
 
     def __init__(self, folder: Path, name: str, about: Mapping[str, str]) -> None:
         self._file, self._about = KeptFile(folder, name), about

@@ -51,7 +51,7 @@ RowObserver = Callable[[int, KeyValue, KeyValue], None]
 
 @dataclass(eq=False)
 class Segment:
-    """What one sequence has in a forward: tokens for the rows at `positions`."""
+    """One sequence's part of a forward: tokens for the rows at `positions`."""
 
     rows: Rows
     tokens: Sequence[int]
@@ -157,7 +157,7 @@ class AppendedRows:
         self._are_first = bool((together == np.arange(len(together))).all())
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put the new rows where they belong."""
+        """Write the fresh rows."""
         places, columns = self._indices.on(key.device)
         if self._are_first:
             fresh = key[:, :, : self._num_rows], value[:, :, : self._num_rows]
@@ -211,7 +211,7 @@ class ForwardLayer(CacheLayerMixin):
         return self._cache.get_seq_length()
 
     def get_max_length(self) -> int:
-        """No limit: room is made as it is needed."""
+        """No limit: blocks are taken as they are needed."""
         return -1
 
 
@@ -221,11 +221,11 @@ class ForwardCache(Cache):
     def __init__(
         self,
         geometry: KVGeometry,
-        segments: Sequence[Segment],
+        segments: Sequence[Segment] = (),
         *,
         packs: bool,
         may_join: bool = True,
-        least_shared: int | None = None,
+        least_shared: int = LEAST_SHARED,
     ) -> None:
         """`packs`: attention may find rows by itself, which it does where it has to.
 
@@ -234,15 +234,19 @@ class ForwardCache(Cache):
         super().__init__(layers=[ForwardLayer(self, i) for i in range(geometry.num_layers)])
         self.may_join = may_join
         self.joins = True  # whether every kind of mask lets attention be computed in parts
-        self._least_shared = LEAST_SHARED if least_shared is None else least_shared
-        self.begin(segments, packs=packs)
+        self._packs, self._least_shared = packs, least_shared
+        self.segments: list[Segment] = []
+        self.appended: AppendedRows | None = None
+        self.is_packed = False
+        if segments:
+            self.begin(segments)
 
-    def begin(self, segments: Sequence[Segment], *, packs: bool) -> None:
-        """Take what the forward computes."""
+    def begin(self, segments: Sequence[Segment]) -> None:
+        """Set the segments that the forward computes."""
         for segment in segments:
             segment.num_before = 0
         # Alone and in one run, a sequence has the kernels of `generate`, and so the same bits.
-        self.is_packed = packs and (len(segments) > 1 or segments[0].rows.num_runs > 1)
+        self.is_packed = self._packs and (len(segments) > 1 or segments[0].rows.num_runs > 1)
         on_cpu = segments[0].rows.device.type == "cpu"
         if self.is_packed and on_cpu:
             _find_shared(segments, self._least_shared)
@@ -289,20 +293,17 @@ class GenerateCache(ForwardCache):
         may_join: bool = True,
     ) -> None:
         """The first forward also computes the `pending` rows before the last filled one."""
-        Cache.__init__(self, layers=[ForwardLayer(self, i) for i in range(geometry.num_layers)])
-        self._rows, self._packs = rows, packs
+        super().__init__(geometry, packs=packs, may_join=may_join)
+        self._rows = rows
         self.pending = [position for position in pending if position < rows.length]
         self.pending_tokens = torch.tensor([tokens[position] for position in self.pending])
         self._corrected = corrected
-        self.segments, self.appended, self.is_packed, self.joins = [], None, False, True
-        self.may_join = may_join
-        self._least_shared = LEAST_SHARED
 
     def next(self, positions: Sequence[int]) -> None:
-        """Take what the next forward computes."""
+        """Set the positions that the next forward computes."""
         tokens, spans = positions, self._corrected  # their ids are the caller's matter
         self.pending, self._corrected = [], ()
-        self.begin([Segment(self._rows, tokens, positions, spans)], packs=self._packs)
+        self.begin([Segment(self._rows, tokens, positions, spans)])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Rows before the next appended token."""

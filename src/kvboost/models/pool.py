@@ -72,7 +72,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, and no stored chunk is in."""
+        """Blocks without holders and stored chunks."""
         return int(np.count_nonzero(self._holders + self._kept == 0))
 
     @property
@@ -117,12 +117,12 @@ class BlockPool:
         return blocks
 
     def hold(self, blocks: Blocks) -> None:
-        """Count one more holder of each."""
+        """Count one more holder of each block."""
         with self._lock:
             self._holders[blocks] += 1
 
     def release(self, blocks: Blocks) -> None:
-        """Count one holder less; what nobody holds is free."""
+        """Count one holder less; blocks without holders are free."""
         with self._lock:
             if len(blocks) and self._holders[blocks].min() < 1:
                 raise ValueError("a block was released more often than held")

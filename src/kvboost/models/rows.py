@@ -33,7 +33,7 @@ class Rows:
         prefix: Sequence[Run] = (),
         after: int | None = None,
     ) -> None:
-        """An empty sequence with room for `num_rows`, or one that begins with filled rows.
+        """An empty sequence of `num_rows` rows, or one that begins with filled rows.
 
         `after` is the block that its own ones follow, if they can.
         """
@@ -48,7 +48,7 @@ class Rows:
 
     @property
     def capacity(self) -> int:
-        """Rows that there is room for."""
+        """Rows in all blocks it has."""
         return self.num_shared + len(self._blocks) * self.pool.block_size
 
     @property
@@ -67,7 +67,7 @@ class Rows:
         return len(self._runs)
 
     def make_room(self, num_rows: int) -> None:
-        """Have room for so many rows.
+        """Take blocks until `num_rows` rows fit.
 
         Raises:
             KVBoostError: the pool is full.
@@ -76,7 +76,7 @@ class Rows:
             self._grow(num_rows - self.capacity)
 
     def crop(self, length: int) -> None:
-        """Forget the rows from `length` on; their room stays."""
+        """Forget the rows from `length` on; their blocks stay."""
         self.length = min(self.length, length)
 
     def release(self) -> None:

@@ -39,7 +39,7 @@ class RequestFailed(KVBoostError):
 
 @dataclass
 class Budget:
-    """What a probe may spend. A part of it is spent from the whole as well."""
+    """The budget of a probe. A part of it also counts towards the whole."""
 
     requests: int
     tokens: int
@@ -57,7 +57,7 @@ class Budget:
         return own_s if self.whole is None else min(own_s, self.whole.left_s)
 
     def part(self, seconds: float) -> Budget:
-        """So many seconds from now on, and all requests and tokens."""
+        """A part with all requests and tokens, but these seconds from now on."""
         return Budget(self.requests, self.tokens, seconds, whole=self)
 
     def spend(self, num_tokens: int) -> None:
@@ -92,7 +92,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Server:
-    """A server to ask, as one of its clients."""
+    """A server, as one of its clients."""
 
     http: httpx.Client
     model: str
@@ -103,7 +103,7 @@ class Server:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Those that say who asks."""
+        """The authorization header, if there is a key."""
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
     def ask(self, prompt: str, max_tokens: int, *, stream: bool = True) -> Reply:

@@ -50,5 +50,5 @@ class Report:
         return next((each for each in self.findings if each.name == name), None)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The report as JSON values."""
         return asdict(self) | {"light": self.light, "ok": self.ok}

@@ -62,7 +62,7 @@ class Right:
             pass
 
     def ask(self, document: Document, kind: str, *, stream: bool = True) -> None:
-        """One question; a failure is noted."""
+        """Ask one question; a failure is recorded."""
         try:
             reply = self.server.ask(document.prompt, MAX_TOKENS, stream=stream)
             self.asked.append(Asked(document, kind, reply))
@@ -70,13 +70,13 @@ class Right:
             self.failures.append(error)
 
     def ask_edited(self, document: Document) -> None:
-        """About the document with another fact; first behind a new record number."""
+        """Ask about the document with another fact, first behind a new record number."""
         edited = self.texts.with_other_code(document)
         self.ask(edited.salted(self.texts.salt()), "edited twin")
         self.ask(edited, "edited")
 
     def pairs(self) -> list[tuple[float, float]]:
-        """Times to first token of prompts, new and at once again."""
+        """Times to first token of prompts, new and repeated at once."""
         again = {each.document: each.reply.ttft_s for each in self._of("again")}
         new = self._of("new")
         return [(x.reply.ttft_s, again[x.document]) for x in new if x.document in again]

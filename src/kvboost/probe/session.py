@@ -105,7 +105,7 @@ def run(  # noqa: PLR0913
 
 
 def _greeted(server: Server, texts: Texts) -> Server:
-    """The server once it is awake, asked as it likes: names of fields, log-probabilities."""
+    """The server, woken up, with the names of fields it takes, and log-probabilities if it can."""
     prompt = texts.document(40).prompt
     try:
         server.ask(prompt, 2)

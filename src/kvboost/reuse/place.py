@@ -28,7 +28,7 @@ from kvboost.tiers.base import StoredChunk
 from kvboost.tiers.store import ChunkStore
 
 if TYPE_CHECKING:
-    from kvboost.models.base import CausalModel, Slots
+    from kvboost.models.base import ModelFacts, Slots
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def assemble(
     plan: ReusePlan,
     tokens: Sequence[int],
     slots: Slots,
-    model: CausalModel,
+    model: ModelFacts,
     store: ChunkStore,
     space: Namespace,
     chunks: Mapping[FrameKey, StoredChunk],

@@ -49,8 +49,8 @@ class Report:
 class Book:
     """What was sent to the replicas, and what they reported. For one thread.
 
-    The least recently requested names leave when room is needed for what is sent. A report
-    takes free room only: it may be large, and must not push out what requests ask for.
+    The least recently requested names are evicted for what is sent. A report only takes free
+    rows: it may be large, and must not evict what requests ask for.
     """
 
     def __init__(self, max_places: int = MAX_PLACES) -> None:
@@ -69,7 +69,7 @@ class Book:
 
     @property
     def replicas(self) -> set[str]:
-        """Those of whom anything is known."""
+        """The replicas about which anything is known."""
         return set(self._columns)
 
     @property
@@ -102,7 +102,7 @@ class Book:
         }
 
     def sent(self, places: _Names, replica: str) -> None:
-        """Remember that a replica was given a prompt with these places."""
+        """Record that a prompt with these places was sent to a replica."""
         names = list(dict.fromkeys(places.tolist()))[: self._max_places]
         known = {name: self._rows.pop(name) for name in names if name in self._rows}
         self._rows.update(known)  # the newest now

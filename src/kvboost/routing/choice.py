@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Policy:
-    """When what a replica holds is worth more than a short queue."""
+    """How much held text is worth, against a shorter queue."""
 
     least_share: float = 0.1  # of the prompt; a replica that holds less is as good as any other
     slack: int = 4  # requests more than the least busy one has, that a whole prompt is worth

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 from kvboost.core import ReuseMode, Sampling
 from kvboost.engine.batch.ticket import Ticket
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ask:
-    """An answer to be computed."""
+    """One output to generate."""
 
     tokens: Sequence[int]
     sampling: Sampling
@@ -34,11 +35,11 @@ class Ask:
 
 
 class ClientGone(Exception):
-    """Nobody waits for the response any more."""
+    """The client has disconnected."""
 
 
 class Answers:
-    """Several answers that run at once; one reader waits for the events of all.
+    """Several outputs generated at once; one reader waits for the events of all.
 
     Pieces that a slow reader has not fetched are joined, so that no more than the answers' own text
     waits for it; `max_new_tokens` bounds that. The engine never waits for a reader.
@@ -50,10 +51,10 @@ class Answers:
         self._pending: list[tuple[int, Delta | Future[Completion]]] = []
         self._wake = asyncio.Event()
         self._error: BaseException | None = None
-        self.num_tokens = 0  # that have come, fetched or not
+        self.num_tokens = 0  # received from the engine, fetched or not
 
     def start(self, engine: KVBoost, asks: Sequence[Ask], tenant: str, deadline_s: float) -> None:
-        """Hand all to the engine, or none.
+        """Submit all to the engine, or none.
 
         Raises:
             KVBoostError: the engine does not take one of them.
@@ -76,18 +77,18 @@ class Answers:
             ticket.future.add_done_callback(partial(self._post, index))
 
     def cancel(self) -> None:
-        """Stop computing: nobody wants the answers."""
+        """Cancel all answers."""
         for ticket in self._tickets:
             ticket.cancel()
 
     def cut(self, error: BaseException) -> None:
-        """End with an error for the reader."""
+        """Cancel all; the reader gets the error."""
         self._error = error
         self._wake.set()
         self.cancel()
 
     async def events(self) -> AsyncIterator[tuple[int, Delta | Completion]]:
-        """Pieces and, at the end of each answer, the whole of it; the number of the answer first.
+        """Deltas and, at the end of each answer, its completion; each with the answer's number.
 
         Raises:
             BaseException: what ended an answer, or what `cut` was given.
@@ -107,7 +108,7 @@ class Answers:
                     yield index, event
 
     async def completions(self) -> list[Completion]:
-        """All answers, once they are whole."""
+        """All answers, once they are complete."""
         ends = {i: end async for i, end in self.events() if isinstance(end, Completion)}
         return [ends[index] for index in sorted(ends)]
 
@@ -146,16 +147,16 @@ def _join(parts: Sequence[Delta]) -> Delta:
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Wait for some work, but give it up when the client goes.
+    """Wait for work, unless the client disconnects first.
 
     Raises:
-        ClientGone: it went.
+        ClientGone: it did.
     """
-    return await unless(disconnected(request), work, ClientGone())
+    return await unless(disconnected(request.receive), work, ClientGone())
 
 
 async def unless(event: Awaitable[object], work: Awaitable[T], error: Exception) -> T:
-    """Wait for some work, but give it up with an error when something else happens."""
+    """Wait for work, unless an event comes first: then raise `error`."""
     task, other = asyncio.ensure_future(work), asyncio.ensure_future(event)
     try:
         await asyncio.wait({task, other}, return_when=asyncio.FIRST_COMPLETED)
@@ -168,7 +169,7 @@ async def unless(event: Awaitable[object], work: Awaitable[T], error: Exception)
         task.cancel()
 
 
-async def disconnected(request: Request) -> None:
-    """Wait until the client goes; the body has been read before."""
-    while (await request.receive())["type"] != "http.disconnect":
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client disconnects; the body must have been read before."""
+    while (await receive())["type"] != "http.disconnect":
         pass

@@ -35,7 +35,8 @@ from kvboost.server.keys import KeyRing
 from kvboost.server.options import ServerOptions
 from kvboost.server.page import page
 from kvboost.server.plans import Plan, Planner, Served
-from kvboost.server.problems import Problem, ShuttingDown, invalid, problem_of, refused
+from kvboost.server.problems import Problem, ShuttingDown, invalid, refused
+from kvboost.server.record import RequestRecord
 from kvboost.server.responses import ResponsesBody
 from kvboost.server.telemetry import Telemetry
 from kvboost.server.turns import Turns
@@ -62,7 +63,7 @@ MOST_WARMS = 8  # calls of a tenant that wait
 
 
 class Endpoints:
-    """What the paths do."""
+    """The handler of each path."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Endpoints:
         self._created_at = int(time.time())
         # One thread: neither tokenizers nor chat templates are safe to use from several.
         self._preparing = Turns("prepare")
-        # Another one, since a hostile schema may take seconds.
+        # A hostile schema may take seconds.
         self._compiling = Turns("compile")
         # Warming takes as long as the texts are long; lists and deletions do not wait for it.
         self._warming = Turns("warm", num_threads=2, most_waiting=MOST_WARMS)
@@ -170,11 +171,11 @@ class Endpoints:
 
     async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
         """Tokenize a prompt or a chat."""
-        return await self._told(request, partial(self._planner.tokenized, body))
+        return JSONResponse(await self._prepared(request, partial(self._planner.tokenized, body)))
 
     async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
         """Turn tokens back into text."""
-        return await self._told(request, partial(self._planner.detokenized, body))
+        return JSONResponse(await self._prepared(request, partial(self._planner.detokenized, body)))
 
     async def stats(self) -> Response:
         """The current state of batch and cache."""
@@ -262,17 +263,14 @@ class Endpoints:
             request, partial(make_plan, body, grammars, request.state.caller.tenant)
         )
 
-    async def _told(self, request: Request, work: Callable[[], dict[str, Any]]) -> Response:
-        waiting = self._queued(request, self._preparing, work)
-        return JSONResponse(await unless_gone(request, waiting))
-
     async def _answer(self, request: Request, make_plan: Callable[[], Plan]) -> Response:
-        waiting = self._queued(request, self._preparing, make_plan)
-        plan = await unless_gone(request, waiting)
-        return Exchange(plan, self._running)
+        return Exchange(await self._prepared(request, make_plan), self._running)
+
+    async def _prepared(self, request: Request, work: Callable[[], Any]) -> Any:
+        return await unless_gone(request, self._queued(request, self._preparing, work))
 
     async def _queued(self, request: Request, turns: Turns, work: Callable[[], Any]) -> Any:
-        """Work for a request, which has no place in the engine's queue yet."""
+        """Work for a request before it is in the engine's queue."""
         return await turns.run(request.state.caller.tenant, work)
 
     async def _administered(self, request: Request, work: Callable[[], Any]) -> Any:
@@ -324,17 +322,16 @@ def make_app(
 
 
 async def _tell(request: Request, error: Exception) -> Response:
-    """Any refusal in OpenAI's shape."""
+    """An error as OpenAI's error body."""
     if isinstance(error, RequestValidationError):
-        problem = invalid(error.errors(), BODIES.get(request.url.path))
-    else:
-        problem = problem_of(error) or _plain_problem(error, request.url.path)
-    request.state.outcome.error = problem.code or problem.kind
-    return problem.response
+        error = invalid(error.errors(), BODIES.get(request.url.path))
+    elif isinstance(error, HTTPException) and not isinstance(error, Problem):
+        error = _plain_problem(error, request.url.path)
+    record: RequestRecord = request.state.record
+    return record.fail(error).response
 
 
-def _plain_problem(error: Exception, path: str) -> Problem:
-    assert isinstance(error, HTTPException)
+def _plain_problem(error: HTTPException, path: str) -> Problem:
     names = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}
     code, reason = names.get(error.status_code), ABSENT.get(path, str(error.detail))
     return Problem(error.status_code, reason, code=code, headers=error.headers)
@@ -346,6 +343,6 @@ async def _need_admin(request: Request) -> None:
 
 
 def _tenant(named: str | None, request: Request) -> str:
-    """Whose cache an administrator means."""
+    """The tenant an administrator names, or their own."""
     tenant: str = request.state.caller.tenant
     return tenant if named is None else named

@@ -29,7 +29,7 @@ Phase = Literal["idle", "head", "body", "answer"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What a connection may take."""
+    """The limits of a connection."""
 
     header_bytes: int
     body_bytes: int
@@ -55,12 +55,12 @@ class Limits:
 
 
 def protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """What uvicorn makes for each connection."""
+    """The protocol factory for uvicorn."""
     return cast("type[asyncio.Protocol]", partial(Connection, limits))
 
 
 def end_unread(bound: socket.socket, timeout_s: float) -> None:
-    """Let the kernel end connections of this socket whose peer takes nothing for so long."""
+    """Have the kernel end connections of this socket whose peer reads nothing for this long."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         milliseconds = int(1e3 * timeout_s)
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
@@ -85,7 +85,7 @@ class Connection(HttpToolsProtocol):
         return self._phase == "answer"
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Make room: the connection that has waited longest gives way."""
+        """Stay within the limit: abort the connection that has waited longest."""
         super().connection_made(transport)
         self._check_later("slow", self._limits.timeout_s, self._check_pace)
         connections = cast("set[Connection]", self.connections)
@@ -94,13 +94,13 @@ class Connection(HttpToolsProtocol):
             min(waiting, key=lambda each: each.since).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clocks."""
+        """Cancel the timers."""
         for timer in self._timers.values():
             timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; those of a head in slices, so that none is parsed beyond the limit."""
+        """Parse bytes; those of a head in slices, so that none is parsed beyond the limit."""
         view = memoryview(data)
         while view and not self.transport.is_closing():
             if self._phase == "idle":
@@ -140,29 +140,29 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Expect nothing: it is our turn, unless the answer came before the end of the body."""
+        """Start the answer, unless it came before the end of the body."""
         self._enter("idle" if self.cycle.response_complete else "answer")
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request; uvicorn's clock for that is running."""
+        """Wait for the next request, under uvicorn's keep-alive timer."""
         if self._phase == "answer":
             self._enter("idle")
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as we write."""
+        """Watch a client that reads more slowly than we write."""
         super().pause_writing()
         self._check_reader(None)
 
     def resume_writing(self) -> None:
-        """It does again."""
+        """Stop watching."""
         super().resume_writing()
         if "unread" in self._timers:
             self._timers.pop("unread").cancel()
 
     def _check_reader(self, num_unread: int | None) -> None:
-        """End a connection whose client has read nothing since the last look."""
+        """Abort a connection whose client has read nothing since the last check."""
         num_left = self.transport.get_write_buffer_size()
         if num_left == num_unread:
             self.transport.abort()
@@ -180,7 +180,7 @@ class Connection(HttpToolsProtocol):
         self.since = self._phase_since = self.loop.time()
 
     def _check_pace(self) -> None:
-        """End a connection whose head or body takes too long, or look again later."""
+        """End a connection whose head or body takes too long, or check again later."""
         limits, now = self._limits, self.loop.time()
         until = now + limits.timeout_s
         if self._phase in ("head", "idle"):
@@ -202,7 +202,7 @@ class Connection(HttpToolsProtocol):
         self._timers[name] = self.loop.call_later(seconds, check)
 
     def _refuse(self, status: int, reason: str) -> None:
-        """Answer, unless an answer has begun, and end the connection with whatever else comes."""
+        """Send an error, unless a response has begun, and close the connection."""
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
             body = reason.encode()
             lines = (

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
@@ -19,7 +16,8 @@ from kvboost.errors import DeadlineExceeded
 from kvboost.server.answers import Answers, unless, unless_gone
 from kvboost.server.keys import Caller
 from kvboost.server.plans import Plan
-from kvboost.server.problems import ShuttingDown, internal, problem_of
+from kvboost.server.problems import ShuttingDown
+from kvboost.server.record import RequestRecord
 from kvboost.server.replies import account, headers
 
 if TYPE_CHECKING:
@@ -27,46 +25,23 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-log = logging.getLogger(__name__)
-
-
-@dataclass
-class Outcome:
-    """What became of a request, for the telemetry."""
-
-    request_id: str
-    tenant: str = ""
-    status: int = 0  # 0: nothing was sent yet
-    is_stream: bool = False
-    error: str = ""
-    finish_reason: str = ""
-    num_cut_tokens: int = 0  # of answers that did not come to their end
-    prompt_tokens: int = 0
-    completions: list[Completion] = field(default_factory=list)
-    arrived_at: float = field(default_factory=time.perf_counter)
-
-    @property
-    def elapsed_s(self) -> float:
-        """Since the request arrived."""
-        return time.perf_counter() - self.arrived_at
-
 
 class Running:
-    """The requests that are being answered."""
+    """The running requests."""
 
     def __init__(self, engine: KVBoost, deadline_s: float) -> None:
         self._engine = engine
         self.deadline_s = deadline_s
         self._answers: set[Answers] = set()
         self._is_cut = False
-        self._others: set[asyncio.Future[None]] = set()  # of other work than answers
+        self._others: set[asyncio.Future[None]] = set()  # work other than answers
         self.is_draining = False
 
     def __len__(self) -> int:
         return len(self._answers)
 
     def cut(self) -> None:
-        """End all with an error."""
+        """End all requests with an error."""
         self._is_cut = True
         for other in self._others:
             if not other.done():
@@ -75,10 +50,10 @@ class Running:
             answers.cut(ShuttingDown())
 
     async def unless_cut(self, work: Awaitable[T]) -> T:
-        """Wait for other work than answers, but not beyond the end.
+        """Wait for work other than answers, unless the server shuts down first.
 
         Raises:
-            ShuttingDown: the end has come.
+            ShuttingDown: it did.
         """
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._is_cut:
@@ -90,9 +65,9 @@ class Running:
             self._others.discard(end)
 
     @contextmanager
-    def answering(self, plan: Plan, caller: Caller, outcome: Outcome) -> Iterator[Answers]:
-        """Answers that are computed as long as the context lasts, on their caller's account."""
-        deadline_s = self.deadline_s - outcome.elapsed_s
+    def answering(self, plan: Plan, caller: Caller, record: RequestRecord) -> Iterator[Answers]:
+        """Answers that run while the context lasts and count towards the caller's limits."""
+        deadline_s = self.deadline_s - record.elapsed_s
         if deadline_s <= 0:
             raise DeadlineExceeded("the deadline passed before the request could start")
         caller.charge_tokens(plan.num_tokens)
@@ -100,21 +75,21 @@ class Running:
         num_used = 0
         try:
             answers.start(self._engine, plan.asks, caller.tenant, deadline_s)
-            num_used = outcome.prompt_tokens = plan.prompt_tokens
+            num_used = record.prompt_tokens = plan.prompt_tokens
             self._answers.add(answers)
             yield answers
         finally:
             self._answers.discard(answers)
             answers.cancel()
-            num_whole = sum(len(each.token_ids) for each in outcome.completions)
-            outcome.num_cut_tokens = max(0, answers.num_tokens - num_whole)
+            num_whole = sum(len(each.token_ids) for each in record.completions)
+            record.num_cut_tokens = max(0, answers.num_tokens - num_whole)
             caller.give_back_tokens(plan.num_tokens - num_used - answers.num_tokens)
 
 
 class Exchange(Response):
-    """The response that computes itself while it is sent.
+    """A response that is computed while it is sent.
 
-    Nothing is sent before the first token is there: what fails until then has its own status.
+    Nothing is sent before the first token, so that earlier errors have a status of their own.
     """
 
     def __init__(self, plan: Plan, running: Running) -> None:
@@ -125,29 +100,29 @@ class Exchange(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Compute and send; what fails before the first byte is raised."""
         request = Request(scope, receive)
-        outcome: Outcome = request.state.outcome
-        outcome.is_stream = self._plan.is_stream
-        with self._running.answering(self._plan, request.state.caller, outcome) as answers:
+        record: RequestRecord = request.state.record
+        record.is_stream = self._plan.is_stream
+        with self._running.answering(self._plan, request.state.caller, record) as answers:
             if self._plan.is_stream:
-                await self._stream(request, answers, outcome, send)
+                await self._stream(request, answers, record, send)
             else:
-                outcome.completions = await unless_gone(request, answers.completions())
-                await self._whole(outcome)(scope, receive, send)
+                record.completions = await unless_gone(request, answers.completions())
+                await self._whole(record)(scope, receive, send)
 
-    def _whole(self, outcome: Outcome) -> Response:
-        plan, answers = self._plan, outcome.completions
+    def _whole(self, record: RequestRecord) -> Response:
+        plan, answers = self._plan, record.completions
         firsts = plan.firsts(answers)
         kept = plan.kept(answers)
         body = plan.reply.whole(kept, account(firsts, answers, plan.document_orders))
-        outcome.finish_reason = plan.reply.finish_reason(*kept[0])
+        record.finish_reason = plan.reply.finish_reason(*kept[0])
         return JSONResponse(body, headers=headers(firsts))
 
     async def _stream(
-        self, request: Request, answers: Answers, outcome: Outcome, send: Send
+        self, request: Request, answers: Answers, record: RequestRecord, send: Send
     ) -> None:
         events = answers.events()
         first = await unless_gone(request, anext(events))
-        pieces = self._pieces(first, events, outcome)
+        pieces = self._pieces(first, events, record)
         await send(
             {
                 "type": "http.response.start",
@@ -170,7 +145,7 @@ class Exchange(Response):
         self,
         first: tuple[int, Delta | Completion],
         events: AsyncIterator[tuple[int, Delta | Completion]],
-        outcome: Outcome,
+        record: RequestRecord,
     ) -> AsyncIterator[bytes]:
         """The events of the stream; an error ends it as an event of its own."""
         plan = self._plan
@@ -178,13 +153,13 @@ class Exchange(Response):
         try:
             for chunk in plan.reply.begin(len(plan.asks)):
                 yield chunk
-            for chunk in self._chunks(*first, whole, outcome):
+            for chunk in self._chunks(*first, whole, record):
                 yield chunk
             async for index, each in events:
-                for chunk in self._chunks(index, each, whole, outcome):
+                for chunk in self._chunks(index, each, whole, record):
                     yield chunk
         except Exception as error:
-            yield self._told(error, outcome)
+            yield plan.reply.fail(record.fail(error).body)
             return
         answers = [whole[index] for index in sorted(whole)]
         for chunk in plan.reply.end(account(plan.firsts(answers), answers, plan.document_orders)):
@@ -195,23 +170,15 @@ class Exchange(Response):
         index: int,
         each: Delta | Completion,
         whole: dict[int, Completion],
-        outcome: Outcome,
+        record: RequestRecord,
     ) -> Iterator[bytes]:
         reply = self._plan.reply
         if isinstance(each, Delta):
             choices = reply.piece(index, each)
         else:
             whole[index] = each
-            outcome.completions.append(each)
+            record.completions.append(each)
             choices = reply.ending(index, each)
         for choice in choices:
-            outcome.finish_reason = choice["finish_reason"] or outcome.finish_reason
+            record.finish_reason = choice["finish_reason"] or record.finish_reason
             yield from reply.events(choice)
-
-    def _told(self, error: Exception, outcome: Outcome) -> bytes:
-        problem = problem_of(error)
-        if problem is None:
-            log.error("request %s failed", outcome.request_id, exc_info=error)
-            problem = internal(outcome.request_id)
-        outcome.error = problem.code or problem.kind
-        return self._plan.reply.fail(problem.body)

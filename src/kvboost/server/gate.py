@@ -1,10 +1,8 @@
-"""Middleware of every request: its id, its caller, its limits and its outcome."""
+"""Middleware of every request: its id, its caller, its limits and its record."""
 
 from __future__ import annotations
 
-import logging
 import re
-import time
 import uuid
 from collections.abc import Collection
 
@@ -12,11 +10,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost.server.answers import ClientGone
-from kvboost.server.exchange import Outcome, Running
+from kvboost.server.exchange import Running
 from kvboost.server.keys import Caller, KeyRing
 from kvboost.server.options import ServerOptions, is_loopback
-from kvboost.server.problems import Problem, ShuttingDown, internal, problem_of
-from kvboost.server.telemetry import RequestRecord, Telemetry
+from kvboost.server.problems import Problem, ShuttingDown
+from kvboost.server.record import RequestRecord
+from kvboost.server.telemetry import Telemetry
 
 REQUEST_ID = "x-request-id"
 SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -27,8 +26,6 @@ DOCS = "/docs"
 OPEN_PATHS = ("/", "/health", "/ready", "/openapi.json", DOCS)  # need no key
 UNOBSERVED = ("/health", "/ready", "/metrics")
 CLIENT_GONE = 499  # as other servers log it; nobody receives it
-
-log = logging.getLogger(__name__)
 
 
 class Gate:
@@ -53,45 +50,48 @@ class Gate:
         self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in and observe how it ends."""
+        """Admit a request, pass it on, and observe how it ends."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started_at = time.time()
-        given = Headers(scope=scope).get(REQUEST_ID, "")
-        outcome = Outcome(given if SANE_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}")
-        scope.setdefault("state", {})["outcome"] = outcome
+        headers = Headers(scope=scope)
+        given = headers.get(REQUEST_ID, "")
+        record = RequestRecord(
+            given if SANE_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}",
+            model=self._options.model_name,
+            traceparent=headers.get("traceparent", ""),
+        )
+        scope.setdefault("state", {})["record"] = record
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                outcome.status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID] = outcome.request_id
+                record.status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = record.request_id
             await send(message)
 
         try:
-            await self._pass(scope, receive, send_with_id, outcome)
+            await self._pass(scope, receive, send_with_id, record)
         finally:
             if scope["path"] not in UNOBSERVED:
-                total_s = outcome.elapsed_s
-                self._telemetry.observe(self._record(scope, outcome, started_at, total_s))
+                record.total_s, record.status = record.elapsed_s, record.status or 500
+                record.endpoint = getattr(scope.get("route"), "path", "other")
+                self._telemetry.observe(record)
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send, outcome: Outcome) -> None:
+    async def _pass(
+        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord
+    ) -> None:
         try:
-            self._admit(scope, outcome)
+            self._admit(scope, record)
             await self._app(scope, self._bounded(receive), send)
         except ClientGone:
-            outcome.status, outcome.finish_reason = CLIENT_GONE, "cancelled"
+            record.status, record.finish_reason = CLIENT_GONE, "cancelled"
         except Exception as error:
-            problem = problem_of(error)
-            if problem is None:
-                log.exception("request %s failed", outcome.request_id)
-                problem = internal(outcome.request_id)
-            outcome.error = problem.code or problem.kind
-            if outcome.status:  # too late to tell
+            problem = record.fail(error)
+            if record.status:  # too late to tell
                 raise
             await problem.response(scope, receive, send)
 
-    def _admit(self, scope: Scope, outcome: Outcome) -> None:
+    def _admit(self, scope: Scope, record: RequestRecord) -> None:
         headers = Headers(scope=scope)
         host = PORT.sub("", headers.get("host", ""))
         anybody = not self._keys and not self._options.allow_anonymous
@@ -111,7 +111,7 @@ class Gate:
             # Or anyone on the network could read the beginnings of all prompts, and delete them.
             caller = Caller(is_admin=False)
         scope["state"]["caller"] = caller
-        outcome.tenant = caller.tenant
+        record.tenant = caller.tenant
         if self._running.is_draining:
             raise ShuttingDown
         caller.charge_request()
@@ -120,7 +120,7 @@ class Gate:
             raise self._too_large()
 
     def _check_local(self, headers: Headers) -> None:
-        """Refuse what did not come from a program on this machine: local callers administrate."""
+        """Refuse requests of web pages and proxies: without keys, callers are administrators."""
         if any(name in headers for name in FORWARDED):
             reason = "without API keys, requests through a proxy are refused (--api-keys)"
             raise Problem(403, reason, code="forwarded")
@@ -135,7 +135,7 @@ class Gate:
             raise Problem(403, f"{reason} (--cors-origin)", code="cross_site")
 
     def _bounded(self, receive: Receive) -> Receive:
-        """The same with an end to what a body may hold, whatever its headers say."""
+        """`receive` with a limit of body bytes, whatever the headers say."""
         num_bytes = 0
 
         async def counted() -> Message:
@@ -151,23 +151,3 @@ class Gate:
     def _too_large(self) -> Problem:
         reason = f"the body has more than {self._options.max_body_bytes} bytes"
         return Problem(413, reason, code="body_too_large")
-
-    def _record(
-        self, scope: Scope, outcome: Outcome, started_at: float, total_s: float
-    ) -> RequestRecord:
-        return RequestRecord(
-            request_id=outcome.request_id,
-            endpoint=getattr(scope.get("route"), "path", "other"),
-            tenant=outcome.tenant,
-            model=self._options.model_name,
-            status=outcome.status or 500,
-            is_stream=outcome.is_stream,
-            started_at=started_at,
-            total_s=total_s,
-            error=outcome.error,
-            finish_reason=outcome.finish_reason,
-            completions=tuple(outcome.completions),
-            num_cut_tokens=outcome.num_cut_tokens,
-            prompt_tokens=outcome.prompt_tokens,
-            traceparent=Headers(scope=scope).get("traceparent", ""),
-        )

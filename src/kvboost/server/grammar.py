@@ -61,7 +61,7 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 
 class Grammars:
-    """What answers of one model must form. Each is compiled once; safe for threads."""
+    """Compiles the grammars of one model's answers, each once. Thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         try:
@@ -145,7 +145,7 @@ class TokenGrammar:
 
 
 def check_schema(schema: object) -> None:
-    """Refuse what is too big, before anything walks through it by recursion."""
+    """Refuse a schema that is too big, before anything recurses into it."""
     level: list[tuple[str, object]] = [("", schema)]
     for _ in range(MAX_DEPTH):
         level = [entry for key, part in level for entry in _entries(key, part)]
@@ -190,7 +190,7 @@ def _compile(text: str, tokens: LLTokenizer) -> LLMatcher:
 
 
 def _try_elsewhere(text: str) -> None:
-    """Compile in a process that can be ended: a thread in the library could not be."""
+    """Compile in a process, which can be killed; a thread could not be."""
     command = [sys.executable, "-c", TRIAL]
     try:
         done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=MAX_WAIT_S)

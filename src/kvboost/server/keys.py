@@ -1,4 +1,4 @@
-"""API keys: who calls, for which tenant, and how much a minute.
+"""API keys: caller, tenant and limits per minute.
 
 Keys are 256 random bits, so a plain SHA-256 of them cannot be inverted by guessing; the slow
 hashes that passwords need would only slow every request down.
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class Bucket:
-    """A token bucket: so many a minute, refilled evenly. Used by one thread."""
+    """A token bucket, refilled evenly. Used by one thread."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         self.per_minute = per_minute
@@ -48,7 +48,7 @@ class Bucket:
         self._seen_at = clock()
 
     def take(self, amount: float) -> float:
-        """Take some and return 0, or take nothing and return the seconds until there is enough."""
+        """Take an amount and return 0, or return the seconds until there is enough."""
         now = self._clock()
         grown = self._level + (now - self._seen_at) * self.per_minute / MINUTE_S
         self._level, self._seen_at = min(grown, float(self.per_minute)), now
@@ -58,7 +58,7 @@ class Bucket:
         return (amount - self._level) * MINUTE_S / self.per_minute
 
     def give_back(self, amount: float) -> None:
-        """What was taken and not used."""
+        """Return what was taken and not used."""
         self._level = min(self._level + amount, float(self.per_minute))
 
 
@@ -79,7 +79,7 @@ class Caller:
             raise _over(f"{self.requests.per_minute} requests per minute", "requests", wait_s)
 
     def charge_tokens(self, num_tokens: int) -> None:
-        """Set tokens aside for a request, or refuse it."""
+        """Charge the tokens of a request, or refuse it."""
         wait_s = self.tokens.take(num_tokens) if self.tokens else 0.0
         if self.tokens and wait_s:
             limit = f"{self.tokens.per_minute} tokens per minute; this request needs {num_tokens}"
@@ -88,7 +88,7 @@ class Caller:
             raise _over(limit, "tokens", wait_s)
 
     def give_back_tokens(self, num_tokens: int) -> None:
-        """Tokens that were set aside and not used."""
+        """Return tokens that were charged and not used."""
         if self.tokens:
             self.tokens.give_back(num_tokens)
 
@@ -106,11 +106,11 @@ class KeyRing:
 
     @property
     def tenants(self) -> list[str]:
-        """Whose requests may come."""
+        """The tenants of all keys."""
         return sorted({caller.tenant for _, caller in self._callers}) or [Caller().tenant]
 
     def caller(self, authorization: str) -> Caller:
-        """Who an `Authorization` header belongs to.
+        """The caller with this `Authorization` header.
 
         Raises:
             Problem: 401, nobody.
@@ -152,7 +152,7 @@ def read_keys(path: str) -> list[dict[str, Any]]:
 
 
 def new_key(tenant: str, name: str, *, is_admin: bool) -> tuple[str, str]:
-    """A fresh key, and what a key file holds of it."""
+    """A new key, and its entry for a key file."""
     key = "kvb-" + secrets.token_urlsafe(32)
     digest = hashlib.sha256(key.encode()).hexdigest()
     # Strings of JSON are strings of TOML.

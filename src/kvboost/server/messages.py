@@ -15,19 +15,19 @@ Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,6
 
 
 def few(values: Any, most: int) -> Any:
-    """The same, unless it has too many entries: each could become an error of its own."""
+    """Refuse too many entries: each could become an error of its own."""
     if isinstance(values, dict) and len(values) > most:
         raise ValueError(f"more than {most} entries")
     return values
 
 
 def wrong(param: str, reason: str) -> PydanticCustomError:
-    """What is wrong with a parameter whose value alone is right."""
+    """An error of a parameter that does not fit another one."""
     return PydanticCustomError("refused", "{reason}", {"param": param, "reason": reason})
 
 
 def without_nulls(values: Any) -> Any:
-    """The same object without its null fields, which count as left out."""
+    """An object without its null fields."""
     if not isinstance(values, dict):
         return values
     return {name: value for name, value in values.items() if value is not None}

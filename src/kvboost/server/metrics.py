@@ -21,7 +21,7 @@ PHASE_S = (0.0005, 0.002, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0,
 
 @dataclass(frozen=True)
 class Stats:
-    """What an engine says of itself at one moment."""
+    """An engine's statistics at one moment."""
 
     model: str
     cache: Mapping[str, Any]  # of `cache_stats`
@@ -44,7 +44,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Reading:
-    """A metric that the engine keeps, and how it is read when Prometheus asks."""
+    """A metric of the engine, and how it is read when Prometheus asks."""
 
     metric: Metric
     read: Read

@@ -74,7 +74,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a request asks for; answers to one prompt are neighbours."""
+    """What a request asks for; answers to one prompt follow each other."""
 
     asks: tuple[Ask, ...]
     num_each: int  # answers to each prompt
@@ -94,11 +94,11 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        """The most that the request can take."""
+        """The most tokens that the request can use."""
         return self.prompt_tokens + sum(ask.sampling.max_new_tokens for ask in self.asks)
 
     def firsts(self, each: Sequence[Any]) -> Sequence[Any]:
-        """Of one item per answer, the items of the first answers to each prompt."""
+        """Of a list with an item per answer, those of the first answer to each prompt."""
         return each[:: self.num_each]
 
     def kept(self, answers: Sequence[Completion]) -> list[tuple[int, Completion]]:
@@ -151,18 +151,13 @@ class Planner:
             tokens = tokens_of(prompt, self._tokenizer, body.documents or (), arrangement)
             wanted = body.max_tokens or min(COMPLETION_TOKENS, self._options.max_new_tokens)
             num_new = self._room(tokens, wanted, "max_tokens")
-            each = self._asks(body, tokens, num_new, [None] * num_each, top_logprobs)
-            asks += _arranged(each, arrangement)
+            free: list[Grammar | None] = [None] * num_each
+            asks += self._asks(body, tokens, num_new, free, top_logprobs, arrangement)
             written = prompt
             if not isinstance(written, str) or arrangement is not None:
                 written = self._tokenizer.decode(tokens)
             echoes += [written if body.echo else ""] * num_kept
-        reply = CompletionReply(
-            adapter or self._model.name,
-            echoes,
-            has_logprobs=body.logprobs is not None,
-            has_usage=body.has_usage,
-        )
+        reply = CompletionReply(adapter or self._model.name, body, echoes)
         return self._plan(body, asks, num_each, num_kept, reply)
 
     def grammars(self, body: ChatBody) -> list[Grammar | None]:
@@ -177,14 +172,8 @@ class Planner:
         wanted = body.max_tokens or body.max_completion_tokens
         num_new = self._room(tokens, wanted, body.limit_name)
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        reply = ChatReply(
-            adapter or self._model.name,
-            has_logprobs=bool(body.logprobs),
-            has_tools=bool(body.active_tools),
-            is_parallel=body.parallel_tool_calls is not False,
-            has_usage=body.has_usage,
-        )
-        asks = _arranged(self._asks(body, tokens, num_new, grammars, top_logprobs), arrangement)
+        reply = ChatReply(adapter or self._model.name, body)
+        asks = self._asks(body, tokens, num_new, grammars, top_logprobs, arrangement)
         return self._plan(body, asks, len(grammars), len(grammars), reply)
 
     def response(
@@ -192,7 +181,7 @@ class Planner:
     ) -> Plan:
         """The plan of /v1/responses: that of the chat, told in other events."""
         plan = self.chat(chat, grammars, tenant)
-        return replace(plan, reply=ResponseReply(plan.reply, body))
+        return replace(plan, reply=ResponseReply(plan.reply.model, body))
 
     def tokenized(self, body: TokenizeBody) -> dict[str, Any]:
         """The answer of /tokenize; the prompt may be longer than the context."""
@@ -219,7 +208,7 @@ class Planner:
         return {"prompt": self._tokenizer.decode(body.tokens)}
 
     def stored(self, body: CacheBody) -> list[int]:
-        """The tokens whose K/V is meant."""
+        """The tokens whose K/V to pin or delete."""
         if body.text is not None:
             self._check_size(body.text)
             tokens = tokens_of(body.text, self._tokenizer)
@@ -265,9 +254,11 @@ class Planner:
         num_new: int,
         grammars: Sequence[Grammar | None],
         top_logprobs: int | None,
+        arrangement: Arrangement | None,
     ) -> list[Ask]:
         """The answers to one prompt; with a seed, each has its own."""
         bias, adapter = self._bias(body.logit_bias or {}), self._model.adapter(body.model)
+        order = () if arrangement is None else arrangement.order
         return [
             Ask(
                 tokens,
@@ -289,6 +280,7 @@ class Planner:
                 ),
                 body.reuse,
                 adapter,
+                order,
             )
             for number, grammar in enumerate(grammars)
         ]
@@ -385,12 +377,6 @@ class Planner:
                 raise refused(f"logit_bias: {name!r} is not a token of this model", "logit_bias")
             bias[int(name)] = value
         return bias
-
-
-def _arranged(asks: list[Ask], arrangement: Arrangement | None) -> list[Ask]:
-    if arrangement is None:
-        return asks
-    return [replace(ask, document_order=arrangement.order) for ask in asks]
 
 
 def _plain(messages: Sequence[Message] | None) -> list[dict[str, Any]]:

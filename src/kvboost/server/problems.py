@@ -59,7 +59,7 @@ class Problem(HTTPException):
 
 
 class ShuttingDown(KVBoostError):
-    """The server is shutting down; another one may answer."""
+    """The server is shutting down; another replica may answer."""
 
 
 def refused(message: str, param: str | None = None) -> Problem:
@@ -73,7 +73,7 @@ def internal(request_id: str) -> Problem:
 
 
 def problem_of(error: BaseException) -> Problem | None:
-    """What to tell of an error that the engine raises on purpose; None for any other."""
+    """The problem that an expected error is shown as; None for any other error."""
     if isinstance(error, Problem):
         return error
     if isinstance(error, QueueFull):
@@ -90,7 +90,7 @@ def problem_of(error: BaseException) -> Problem | None:
 
 
 def invalid(errors: Sequence[Mapping[str, Any]], body: type[BaseModel] | None) -> Problem:
-    """What pydantic found wrong with a body, in a sentence about the first parameter of it."""
+    """Pydantic's errors about a body, as one sentence about the first wrong parameter."""
     first = errors[0]
     path = [each for each in first["loc"][1:] if _is_name(each)]
     if first["type"] == "json_invalid":
@@ -112,7 +112,7 @@ def invalid(errors: Sequence[Mapping[str, Any]], body: type[BaseModel] | None) -
 
 
 def _is_name(each: str | int) -> bool:
-    """Not a tag by which pydantic tells the members of a union apart."""
+    """Whether it names a field, and is not a tag of a union's member."""
     return isinstance(each, int) or (each != "str" and re.fullmatch("[a-z_0-9]+", each) is not None)
 
 

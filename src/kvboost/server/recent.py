@@ -7,12 +7,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvboost.core import MatchKind
-
-if TYPE_CHECKING:
-    from kvboost.server.telemetry import RequestRecord
+from kvboost.server.record import RequestRecord
 
 WINDOW_S = 60.0
 MOST_REQUESTS = 10_000  # that are remembered
@@ -31,7 +29,7 @@ class _Seen:
 
 
 class Recent:
-    """Remembers requests for a minute. Thread-safe."""
+    """The requests of the last minute. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -42,7 +40,7 @@ class Recent:
         self._num_requests = self._num_errors = 0
 
     def add(self, record: RequestRecord) -> None:
-        """Take note of a request that has ended."""
+        """Add a request that has ended."""
         seen = _seen(record, self._clock())
         with self._lock:
             self._seen.append(seen)

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvboost.core import MatchKind
 from kvboost.engine.results import Completion, Delta, TokenLogprob
+from kvboost.server.bodies import ChatBody, CompletionBody
 from kvboost.server.tools import ToolCall, ToolReader
 
 Json = dict[str, Any]
@@ -20,46 +21,7 @@ LEAST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON doe
 
 
 class Reply(ABC):
-    """The response to one request, whole or as the events of a stream."""
-
-    def __init__(self, model: str) -> None:
-        self.model = model
-
-    @abstractmethod
-    def whole(self, kept: Sequence[tuple[int, Completion]], account: Json) -> Json:
-        """The response; `kept` are the answers with their numbers, `account` ends it."""
-
-    @abstractmethod
-    def begin(self, num_answers: int) -> Iterator[bytes]:
-        """The first events of a stream."""
-
-    @abstractmethod
-    def piece(self, index: int, delta: Delta) -> Iterator[Json]:
-        """What came new of an answer, as choices."""
-
-    @abstractmethod
-    def ending(self, index: int, answer: Completion) -> Iterator[Json]:
-        """The end of an answer, as choices."""
-
-    @abstractmethod
-    def events(self, choice: Json) -> Iterator[bytes]:
-        """The events of a choice."""
-
-    @abstractmethod
-    def end(self, account: Json) -> Iterator[bytes]:
-        """The last events of a stream."""
-
-    @abstractmethod
-    def fail(self, error: Json) -> bytes:
-        """The event that ends a stream with OpenAI's error body."""
-
-    def finish_reason(self, index: int, answer: Completion) -> str:
-        """Why an answer ended, in OpenAI's words."""
-        return answer.finish_reason
-
-
-class ChoicesReply(Reply):
-    """The shape that both kinds of completions share: several answers are the choices."""
+    """The response to one request, whole or as the events of a stream; answers are its choices."""
 
     kind = ""
     chunk_kind = ""
@@ -67,7 +29,7 @@ class ChoicesReply(Reply):
 
     def __init__(self, model: str, *, has_usage: bool) -> None:
         """`has_usage` says that a stream ends with the usage."""
-        super().__init__(model)
+        self.model = model
         self._has_usage = has_usage
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
@@ -76,32 +38,44 @@ class ChoicesReply(Reply):
         }
 
     def whole(self, kept: Sequence[tuple[int, Completion]], account: Json) -> Json:
-        """All answers, usage and the report of reuse."""
+        """The response; `kept` are the answers with their numbers, `account` is what ends it."""
         choices = [self.choice(index, answer) for index, answer in kept]
         return {**self._head, "object": self.kind, "choices": choices, **account}
 
     def begin(self, num_answers: int) -> Iterator[bytes]:
-        """What comes before the answers."""
+        """The first events of a stream."""
         for choice in self.opening(num_answers):
             yield from self.events(choice)
 
     def events(self, choice: Json) -> Iterator[bytes]:
-        """One chunk."""
+        """The events of a choice: one chunk."""
         yield self._chunk([choice], **({"usage": None} if self._has_usage else {}))
 
     def end(self, account: Json) -> Iterator[bytes]:
-        """The usage if it is wanted, and the mark of the end."""
+        """The last events of a stream: the usage, if requested, and the end mark."""
         if self._has_usage:
             yield self._chunk([], **account)
         yield DONE
 
     def fail(self, error: Json) -> bytes:
-        """An event of its own, and no mark of the end."""
+        """The event that ends a stream with OpenAI's error body, without an end mark."""
         return event(error, "error")
 
+    def finish_reason(self, index: int, answer: Completion) -> str:
+        """Why an answer ended, in OpenAI's words."""
+        return answer.finish_reason
+
+    @abstractmethod
     def opening(self, num_answers: int) -> Iterator[Json]:
         """What a stream begins with, as choices."""
-        yield from ()
+
+    @abstractmethod
+    def piece(self, index: int, delta: Delta) -> Iterator[Json]:
+        """New output of an answer, as choices."""
+
+    @abstractmethod
+    def ending(self, index: int, answer: Completion) -> Iterator[Json]:
+        """The end of an answer, as choices."""
 
     @abstractmethod
     def choice(self, index: int, answer: Completion) -> Json:
@@ -111,19 +85,17 @@ class ChoicesReply(Reply):
         return event({**self._head, "object": self.chunk_kind, "choices": choices, **more})
 
 
-class CompletionReply(ChoicesReply):
+class CompletionReply(Reply):
     """The shape of /v1/completions."""
 
     kind = chunk_kind = "text_completion"
     id_prefix = "cmpl"
 
-    def __init__(
-        self, model: str, echoes: Sequence[str], *, has_logprobs: bool, has_usage: bool
-    ) -> None:
+    def __init__(self, model: str, body: CompletionBody, echoes: Sequence[str]) -> None:
         """`echoes` is what comes before each answer."""
-        super().__init__(model, has_usage=has_usage)
+        super().__init__(model, has_usage=body.has_usage)
         self._echoes = echoes
-        self._has_logprobs = has_logprobs
+        self._has_logprobs = body.logprobs is not None
         self._said = [len(echo) for echo in echoes]  # characters sent of each answer
 
     def opening(self, num_answers: int) -> Iterator[Json]:
@@ -170,26 +142,18 @@ class CompletionReply(ChoicesReply):
         return {"index": index, "text": text, "logprobs": shown, "finish_reason": reason}
 
 
-class ChatReply(ChoicesReply):
-    """The shape of /v1/chat/completions; `has_tools` says that an answer may hold calls."""
+class ChatReply(Reply):
+    """The shape of /v1/chat/completions."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        has_logprobs: bool,
-        has_tools: bool,
-        is_parallel: bool,
-        has_usage: bool,
-    ) -> None:
-        super().__init__(model, has_usage=has_usage)
-        self._has_logprobs = has_logprobs
-        self._has_tools = has_tools
-        self._is_parallel = is_parallel
+    def __init__(self, model: str, body: ChatBody) -> None:
+        super().__init__(model, has_usage=body.has_usage)
+        self._has_logprobs = bool(body.logprobs)
+        self._has_tools = bool(body.active_tools)
+        self._is_parallel = body.parallel_tool_calls is not False
         self._readers: dict[int, ToolReader] = {}
         self._num_calls: dict[int, int] = {}
         self._num_told: dict[int, int] = {}  # calls, of a stream

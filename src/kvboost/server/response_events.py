@@ -1,4 +1,4 @@
-"""Replies of OpenAI's Responses API, made from those of a chat."""
+"""Replies in the format of OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvboost.engine.results import Completion, Delta
-from kvboost.server.replies import Json, Reply, event
+from kvboost.server.replies import ChatReply, Json, event
 from kvboost.server.responses import ResponsesBody
 
 
-class ResponseReply(Reply):
-    """The shape of /v1/responses, made of what a chat sends."""
+class ResponseReply(ChatReply):
+    """The shape of /v1/responses: items that grow by the choices of a chat."""
 
-    def __init__(self, chat: Reply, body: ResponsesBody) -> None:
-        super().__init__(chat.model)
-        self._chat = chat
-        self._head = _head(chat.model, body)
+    def __init__(self, model: str, body: ResponsesBody) -> None:
+        super().__init__(model, body.chat)
+        self._head = _head(model, body)
         self._status = "in_progress"
         self._output: list[Json] = []  # items that are complete
         self._message: Json | None = None  # the item that is being written
@@ -27,8 +26,8 @@ class ResponseReply(Reply):
     def whole(self, kept: Sequence[tuple[int, Completion]], account: Json) -> Json:
         """What the last event of a stream would hold."""
         ((index, answer),) = kept
-        pieces = self._chat.piece(index, Delta(answer.text, answer.token_ids))
-        for choice in (*pieces, *self._chat.ending(index, answer)):
+        pieces = self.piece(index, Delta(answer.text, answer.token_ids))
+        for choice in (*pieces, *self.ending(index, answer)):
             list(self._take(choice))
         return self._response(account)
 
@@ -36,18 +35,6 @@ class ResponseReply(Reply):
         """An empty response, twice as OpenAI has it."""
         for kind in ("created", "in_progress"):
             yield _sent(self._event(kind, response=self._response()))
-
-    def piece(self, index: int, delta: Delta) -> Iterator[Json]:
-        """The chat's."""
-        return self._chat.piece(index, delta)
-
-    def ending(self, index: int, answer: Completion) -> Iterator[Json]:
-        """The chat's."""
-        return self._chat.ending(index, answer)
-
-    def finish_reason(self, index: int, answer: Completion) -> str:
-        """The chat's."""
-        return self._chat.finish_reason(index, answer)
 
     def events(self, choice: Json) -> Iterator[bytes]:
         """The steps by which items grow."""

@@ -38,7 +38,7 @@ KEEP_ALIVE_S = 15
 
 
 class DrainingServer(uvicorn.Server):
-    """Drains at shutdown: running requests may finish for a while, then they are cut off."""
+    """Drains at shutdown: running requests have `drain_s` to finish."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class DrainingServer(uvicorn.Server):
         greeting: str,
         close: Callable[[], None],
     ) -> None:
-        """`greeting` is said once connections are taken, `close` called when none is left."""
+        """`greeting` is written once the server listens, `close` called when no request is left."""
         super().__init__(config)
         self._running = running
         self._drain_s = drain_s
@@ -57,7 +57,7 @@ class DrainingServer(uvicorn.Server):
         self._close = close
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to take connections, and say so."""
+        """Listen, then write the greeting."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         _say(self._greeting)
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Loaded(NamedTuple):
-    """All that an application is made of besides its options."""
+    """The parts of an application besides its options."""
 
     engine: KVBoost
     model: Served
@@ -213,7 +213,7 @@ def _bind(options: ServerOptions) -> socket.socket:
 
 
 def _load(options: ServerOptions, engine_options: Options) -> tuple[KVBoost, Served]:
-    """The engine, and what clients are to know of its model."""
+    """The engine, and its model as clients see it."""
     with _told(f"loading {options.model}"):
         from kvboost.engine.engine import KVBoost  # noqa: PLC0415  (loads torch)
         from kvboost.models.load import limits, load_or_tell  # noqa: PLC0415
@@ -236,7 +236,7 @@ def _load(options: ServerOptions, engine_options: Options) -> tuple[KVBoost, Ser
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Say what takes so long, and how long it took."""
+    """Write what is being done, and how long it took."""
     started = time.perf_counter()
     _say(f"{what} ...\n")
     yield

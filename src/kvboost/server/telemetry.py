@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Protocol
 
 from prometheus_client import (
@@ -21,13 +19,13 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvboost.engine.results import Completion
 from kvboost.metrics import counted_as
 from kvboost.server import metrics
 from kvboost.server.keys import Bucket
 from kvboost.server.logs import log_fields
 from kvboost.server.metrics import Metric, Stats
 from kvboost.server.recent import Recent
+from kvboost.server.record import RequestRecord
 from kvboost.server.tracing import PHASES, Tracing, provider_from_environment
 
 UNKNOWN_CALLER = 401
@@ -39,61 +37,13 @@ WATCHED = "/v1/stats"
 
 
 class Engine(Protocol):
-    """What telemetry asks an engine for."""
+    """The statistics of an engine."""
 
     def cache_stats(self) -> dict[str, Any]:
         """Sizes and counts of what is stored."""
 
     def batch_stats(self) -> dict[str, Any]:
         """What runs and waits."""
-
-
-@dataclass(frozen=True)
-class RequestRecord:
-    """A request that has ended, well or not."""
-
-    request_id: str
-    endpoint: str  # the route, never the path as it came: it is a label of metrics
-    tenant: str
-    model: str
-    status: int
-    is_stream: bool
-    started_at: float  # epoch seconds
-    total_s: float
-    error: str = ""  # OpenAI error type or code, empty if none
-    finish_reason: str = ""  # "stop" | "length" | "tool_calls" | "cancelled" | ""
-    completions: tuple[Completion, ...] = ()  # several for n > 1
-    num_cut_tokens: int = 0  # of answers that did not come to their end
-    prompt_tokens: int = 0  # of all prompts, each counted once
-    traceparent: str = ""  # the W3C header of the request
-
-    @property
-    def is_error(self) -> bool:
-        """Whether something went wrong, also after a stream had started with status 200.
-
-        A caller who disconnects causes no error.
-        """
-        return self.finish_reason != "cancelled" and (self.status >= 400 or bool(self.error))
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that were not computed for the first answer."""
-        return self.completions[0].cached_tokens if self.completions else 0
-
-    @property
-    def generated_tokens(self) -> int:
-        """Tokens of all answers, whole or cut off."""
-        return self.num_cut_tokens + sum(len(answer.token_ids) for answer in self.completions)
-
-    @property
-    def first_token_s(self) -> list[float]:
-        """Of each answer, when its first token was there."""
-        return [answer.token_times[0] for answer in self.completions if answer.token_times]
-
-    @property
-    def gaps_s(self) -> list[list[float]]:
-        """Of each answer, the times between its tokens."""
-        return [[b - a for a, b in pairwise(each.token_times)] for each in self.completions]
 
 
 class Telemetry:
@@ -121,7 +71,7 @@ class Telemetry:
         self._tracing = None if provider is None else Tracing(provider)
 
     def observe(self, record: RequestRecord) -> None:
-        """Take note of a request that has ended. Thread-safe, and does not wait."""
+        """Count, log and trace a request that has ended. Thread-safe; does not wait."""
         self._count(record)
         self._recent.add(record)
         trace_id = "" if self._tracing is None else self._tracing.record(record)
@@ -167,7 +117,7 @@ class Telemetry:
 
 
 class _EngineCollector(Collector):
-    """Reads what the engine keeps when Prometheus asks."""
+    """Reads the engine's statistics when Prometheus asks."""
 
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine, self._model = engine, model
@@ -177,7 +127,7 @@ class _EngineCollector(Collector):
         return ()
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
-        """Every reading of this moment."""
+        """All readings."""
         stats = Stats(self._model, self._engine.cache_stats(), self._engine.batch_stats())
         for reading in metrics.READINGS:
             of = reading.metric
@@ -189,7 +139,7 @@ class _EngineCollector(Collector):
 
 
 def _fields(record: RequestRecord) -> dict[str, Any]:
-    """What the log tells: no text of the prompt, no text of the answer."""
+    """The fields of the log line; none has text of the prompt or the output."""
     first = record.completions[0].phases if record.completions else None
     first_token_s = record.first_token_s
     return {

@@ -114,13 +114,13 @@ class ToolReader:
     """
 
     def __init__(self) -> None:
-        self._held = ""  # not yet given out: it may be a call, or its beginning
+        self._held = ""  # not yet emitted: it may be a call, or its beginning
         self._may_be_bare = True  # whether the answer as a whole may be a call
         self._checked = 0  # closing tags before this offset of the held text are inside a string
-        self._was_call = False  # whether a call was the last that was given out
+        self._was_call = False  # whether the last item emitted was a call
 
     def feed(self, text: str) -> list[str | ToolCall]:
-        """What has become certain by some more text."""
+        """Add text; returns what is now certain."""
         self._held += text
         self._may_be_bare = self._may_be_bare and _is_bare(self._held)
         found: list[str | ToolCall] = []
@@ -129,7 +129,7 @@ class ToolReader:
         return found
 
     def finish(self) -> list[str | ToolCall]:
-        """The rest. A call that lacks only its closing tag counts."""
+        """The rest; a call that lacks only its closing tag counts."""
         if self._may_be_bare:
             call = _call_of(self._held.strip().removeprefix("```json").removesuffix("```"))
             if call is not None:
@@ -143,7 +143,7 @@ class ToolReader:
         return [*found, rest] if rest.strip() or (rest and not self._was_call) else found
 
     def _step(self, found: list[str | ToolCall]) -> bool:
-        """Give out one text or call; False if more has to come first."""
+        """Emit one text or call; False if more input is needed first."""
         start = self._held.find(OPEN)
         text_stop = _start_of_call(self._held) if start < 0 else len(self._held[:start].rstrip())
         if text_stop > 0:

@@ -1,4 +1,4 @@
-"""OpenTelemetry: a span for each request and one for each phase of its answers, after the fact."""
+"""OpenTelemetry spans of a request and of the phases of its answers, recorded at its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, TracerProvider
 
     from kvboost.engine.results import Completion
-    from kvboost.server.telemetry import RequestRecord
+    from kvboost.server.record import RequestRecord
 
 PHASES = ("queue", "lookup", "load", "prefill", "decode")
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def provider_from_environment(model: str) -> TracerProvider | None:
-    """Where spans go as the OTEL_* variables say; None if these name no place."""
+    """The exporter that the OTEL_* variables name, or None."""
     is_off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     if is_off or os.environ.get("OTEL_TRACES_EXPORTER") == "none":
         return None
@@ -50,7 +50,7 @@ def provider_from_environment(model: str) -> TracerProvider | None:
 
 
 class Tracing:
-    """Makes the spans of requests that have ended."""
+    """Records the spans of requests that have ended."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._tracer = provider.get_tracer("kvboost")

@@ -1,4 +1,4 @@
-"""Work before a request is in the queue of the engine: tenants take turns on a thread."""
+"""Work on a request before it is in the engine's queue: tenants take turns on threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_WAITING = 128  # of one tenant: their bodies are in memory
 
 
 class Turns:
-    """A thread for the work of all tenants. Used on the event loop."""
+    """A few threads for the work of all tenants. Used on the event loop."""
 
     def __init__(self, name: str, num_threads: int = 1, most_waiting: int = MOST_WAITING) -> None:
         self._threads = ThreadPoolExecutor(num_threads, f"kvboost-{name}")
@@ -23,7 +23,7 @@ class Turns:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def run(self, tenant: str, work: Callable[[], Any]) -> Any:
-        """Do work on the thread when it is the tenant's turn.
+        """Run work on a thread when it is the tenant's turn.
 
         Raises:
             QueueFull: too many of the tenant's requests wait already.

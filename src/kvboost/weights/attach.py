@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from kvboost.weights.carrier import Tensors
 from kvboost.weights.window import Piece
 
-Part: TypeAlias = "Piece[Tensors, Any]"
-Use: TypeAlias = Callable[[Part], AbstractContextManager[Tensors]]
+Use: TypeAlias = Callable[[Piece], AbstractContextManager[Tensors]]
 Undo: TypeAlias = Callable[[], object]
 
 
-def attach_whole(module: torch.nn.Module, names: Sequence[str], part: Part, use: Use) -> Undo:
+def attach_whole(module: torch.nn.Module, names: Sequence[str], part: Piece, use: Use) -> Undo:
     """Load all large tensors of a module while it runs."""
     open_uses: list[AbstractContextManager[Tensors]] = []
     absent = [getattr(module, name).data for name in names]
@@ -52,7 +51,7 @@ def attach_whole(module: torch.nn.Module, names: Sequence[str], part: Part, use:
     return undo
 
 
-def attach_parts(linear: torch.nn.Linear, parts: Sequence[Part], use: Use) -> Undo:
+def attach_parts(linear: torch.nn.Linear, parts: Sequence[Piece], use: Use) -> Undo:
     """Compute a linear layer some rows of its weight at a time."""
     bias = linear.bias
     sizes = [part.source[0].shape[0] for part in parts]

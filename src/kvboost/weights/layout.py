@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvboost.errors import ConfigError
-from kvboost.weights.carrier import Brought, Carrier, Tensors
+from kvboost.weights.carrier import Carrier, Tensors
 from kvboost.weights.window import Piece
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ PIECES_IN_BUDGET = 16  # a linear layer that is larger than that part of the bud
 PIECES_IN_WINDOW = 4  # one in use, one that comes next, and slack for uneven sizes
 ROW_MULTIPLE = 64  # of rows in a piece of a linear layer: kernels compute in blocks of rows
 
-WeightPiece: TypeAlias = Piece[Tensors, Brought]
-
 
 @dataclass(frozen=True)
 class Holding:
@@ -29,7 +27,7 @@ class Holding:
 
     module: torch.nn.Module
     names: tuple[str, ...]
-    pieces: tuple[WeightPiece, ...]
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Layout:
     fixed: tuple[torch.Tensor, ...]  # in memory for good
 
     @property
-    def pieces(self) -> list[WeightPiece]:
+    def pieces(self) -> list[Piece]:
         """What comes and goes, in the order of the model's modules."""
         return [piece for holding in self.holdings for piece in holding.pieces]
 
@@ -85,7 +83,7 @@ def _is_cut(module: torch.nn.Module, tensors: dict[str, torch.Tensor], limit_byt
 
 def _cut(
     module: torch.nn.Module, tensors: dict[str, torch.Tensor], limit_bytes: int
-) -> tuple[WeightPiece, ...]:
+) -> tuple[Piece, ...]:
     sources: list[Tensors] = [[tensor.data for tensor in tensors.values()]]
     if _is_cut(module, tensors, limit_bytes):
         weight = tensors["weight"].data

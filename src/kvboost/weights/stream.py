@@ -21,9 +21,9 @@ from kvboost.config import read_size
 from kvboost.errors import ConfigError
 from kvboost.weights.attach import Undo, attach_parts, attach_rows, attach_whole
 from kvboost.weights.carrier import Brought, Carrier, DeviceCopies, Tensors
-from kvboost.weights.layout import Holding, Layout, WeightPiece, find_layout, piece_bytes, plan
+from kvboost.weights.layout import Holding, Layout, find_layout, piece_bytes, plan
 from kvboost.weights.pages import HUGE_PAGE, MappedPages
-from kvboost.weights.window import Window
+from kvboost.weights.window import Piece, Window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -159,7 +159,7 @@ class StreamedWeights:
         self.reset()
 
     @contextmanager
-    def _use(self, piece: WeightPiece) -> Iterator[Tensors]:
+    def _use(self, piece: Piece) -> Iterator[Tensors]:
         if piece in self._resident:
             assert piece.brought is not None
             yield piece.brought.tensors

@@ -11,45 +11,44 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+
+from kvboost.weights.carrier import Brought, Tensors
 
 log = logging.getLogger(__name__)
 
-S = TypeVar("S")
-"""Where a piece comes from."""
-B = TypeVar("B")
-"""What it is when it is there."""
-
 
 @dataclass(eq=False)
-class Piece(Generic[S, B]):
+class Piece:
     """Weights that come and go together."""
 
-    source: S
+    source: Tensors
     size_bytes: int
-    brought: B | None = None
+    brought: Brought | None = None
     error: Exception | None = None
     num_users: int = 0
-    next: Piece[S, B] | None = field(default=None, repr=False)
+    next: Piece | None = field(default=None, repr=False)
 
 
-class Window(Generic[S, B]):
+class Window:
     """Holds pieces of up to `budget_bytes`, more only if one alone or those in use are larger."""
 
     def __init__(
-        self, budget_bytes: int, bring: Callable[[S], B], drop: Callable[[B], None]
+        self,
+        budget_bytes: int,
+        bring: Callable[[Tensors], Brought],
+        drop: Callable[[Brought], None],
     ) -> None:
         self.budget_bytes, self._bring, self._drop = budget_bytes, bring, drop
         self.num_uses = self.num_waits = self.brought_bytes = self.peak_bytes = 0
-        self._held: dict[Piece[S, B], None] = {}  # in the order in which they came
+        self._held: dict[Piece, None] = {}  # in the order in which they came
         self._held_bytes = 0
-        self._last: Piece[S, B] | None = None
+        self._last: Piece | None = None
         self._is_closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="kvboost-weights", daemon=True)
         self._thread.start()
 
-    def enter(self, piece: Piece[S, B]) -> B:
+    def enter(self, piece: Piece) -> Brought:
         """Wait until a piece is there; it stays until `leave`.
 
         Raises:
@@ -74,14 +73,14 @@ class Window(Generic[S, B]):
                 raise
             return piece.brought
 
-    def leave(self, piece: Piece[S, B]) -> None:
+    def leave(self, piece: Piece) -> None:
         """Let a piece go when its room is needed."""
         with self._changed:
             piece.num_users -= 1
             self._changed.notify_all()
 
     @contextmanager
-    def use(self, piece: Piece[S, B]) -> Iterator[B]:
+    def use(self, piece: Piece) -> Iterator[Brought]:
         """`enter` and `leave` around a block."""
         brought = self.enter(piece)
         try:
@@ -131,9 +130,9 @@ class Window(Generic[S, B]):
                 return None
         return None if piece is None else self._bringing(piece)
 
-    def _ahead(self) -> tuple[set[Piece[S, B]], Piece[S, B] | None]:
+    def _ahead(self) -> tuple[set[Piece], Piece | None]:
         """The pieces from the last used one on that are there, and the first that is not."""
-        ahead: set[Piece[S, B]] = set()
+        ahead: set[Piece] = set()
         piece = self._last
         while piece is not None and piece not in ahead:
             if piece.brought is None:
@@ -142,7 +141,7 @@ class Window(Generic[S, B]):
             piece = piece.next
         return ahead, None
 
-    def _dropping(self, piece: Piece[S, B]) -> Callable[[], None]:
+    def _dropping(self, piece: Piece) -> Callable[[], None]:
         brought, piece.brought = piece.brought, None
         del self._held[piece]
 
@@ -154,7 +153,7 @@ class Window(Generic[S, B]):
 
         return drop
 
-    def _bringing(self, piece: Piece[S, B]) -> Callable[[], None]:
+    def _bringing(self, piece: Piece) -> Callable[[], None]:
         self._held[piece] = None
         self._held_bytes += piece.size_bytes
         self.peak_bytes = max(self.peak_bytes, self._held_bytes)

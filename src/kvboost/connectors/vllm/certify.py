@@ -17,6 +17,7 @@ from kvboost.models.certify import (
     ROTATION_POSITIONS,
     Rotations,
     fit_rotations,
+    probe_tokens,
     row_error,
 )
 
@@ -51,7 +52,7 @@ def check_sparse_prefill(
     Raises:
         UnsupportedModel: what comes out differs by more than rounding.
     """
-    tokens = probe_tokens(vocabulary, NUM_PROBE_TOKENS)
+    tokens = probe_tokens(vocabulary, NUM_PROBE_TOKENS).tolist()
     whole = range(NUM_PROBE_TOKENS)
     wanted = sparse.forward(tokens, whole, block_ids, num_logits=NUM_PROBE_TOKENS).float()
     again = sorted({*whole[2::5], *whole[20:33], *whole[-3:]})
@@ -77,7 +78,7 @@ def measure_rotations(
     longest: int,
 ) -> Rotations:
     """How the keys in vLLM's blocks turn with position."""
-    tokens = probe_tokens(vocabulary, NUM_ROTATED)
+    tokens = probe_tokens(vocabulary, NUM_ROTATED).tolist()
     positions = [position for position in ROTATION_POSITIONS if position < longest]
     planes = {
         position: torch.cat([sparse.alone(token, position, 1) for token in tokens], dim=2)
@@ -108,10 +109,3 @@ def check_known(
             f"differ by {float(errors[plane]):.2g} of its size, rounding does by less than "
             f"{limit:.2g}"
         )
-
-
-def probe_tokens(vocabulary: int, count: int) -> list[int]:
-    """Tokens to measure with, the same on every machine."""
-    generator = torch.Generator().manual_seed(0)
-    picked: list[int] = torch.randint(5, vocabulary - 1, (count,), generator=generator).tolist()
-    return picked

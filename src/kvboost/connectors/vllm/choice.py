@@ -38,7 +38,7 @@ class Words:
 
 
 class Choice:
-    """Finds what the workers hold, and leaves out what does not pay or is not good enough."""
+    """Plans reuse of what the workers hold, as far as cost model and guardrail allow it."""
 
     def __init__(self, options: Options, repairs: Mapping[float, Repair]) -> None:
         self._chunk_size, self._repairs = options.chunk_size, repairs
@@ -54,7 +54,7 @@ class Choice:
         self._num_steps = 0  # that have not ended
 
     def learn(self, facts: Facts) -> None:
-        """Take what the workers found out when they started."""
+        """Take the workers' facts."""
         self.facts = facts
         self.note(facts.changes, facts.epochs)
 
@@ -69,7 +69,7 @@ class Choice:
                 self._index.add(change.entry, change.anchors)
 
     def has_all(self, tokens: Sequence[int], tenant: str) -> bool:
-        """Whether nothing that others might have stored would help."""
+        """Whether the index has all of a prompt, so that no other tier can add anything."""
         return len(tokens) - self._exact(tokens, tenant)[0].num_reused < LEAST_TOKENS
 
     def best(

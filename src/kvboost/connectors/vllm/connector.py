@@ -75,7 +75,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         self.report = report
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """There is one."""
+        """The first rank's, the only one."""
         return self
 
 
@@ -111,7 +111,7 @@ class KVBoostConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Hear what the workers found out, the first rank first."""
+        """Pass on the facts of the workers, the first rank first."""
         facts = [metadata[rank] for rank in sorted(metadata)]
         self._decider.learn([each.facts for each in facts if isinstance(each, HandshakeMetadata)])
 
@@ -221,7 +221,7 @@ class KVBoostConnector(KVConnectorBase_V1):
         return set() if self._worker is None else self._worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """News for the scheduler."""
+        """The report for the scheduler's side."""
         report = None if self._worker is None else self._worker.take_report()
         return None if report is None else WorkerMetadata(report)
 

@@ -60,7 +60,7 @@ class Blocks:
                 self.clear()
 
     def clear(self) -> None:
-        """Know of nothing any more."""
+        """Forget all blocks."""
         self._lasts.clear()
         self._groups.clear()
         self._held.cleared()

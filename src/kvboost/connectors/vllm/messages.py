@@ -10,7 +10,7 @@ from kvboost.core import Anchor, Entry, FrameKey, ReuseMode, ReusePlan
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a worker found out about its model when it started."""
+    """A worker's findings about its model at start."""
 
     fingerprint: bytes  # of the model, and of the part of it that this rank has
     refusal: str  # why nothing can be reused; empty: it can
@@ -87,7 +87,7 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What an audit found; None: it did not come to its end."""
+    """The result of an audit; None: it did not finish."""
 
     request_id: str
     kl: float | None = None
@@ -96,7 +96,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class StepWork:
-    """What the workers have to do besides a step of the model."""
+    """The workers' tasks beside a step of the model."""
 
     brings: list[Bring] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
@@ -108,7 +108,7 @@ class StepWork:
 
 @dataclass(slots=True)
 class Report:
-    """What a worker has to say after a step."""
+    """A worker's report after a step."""
 
     changes: list[Change] = field(default_factory=list)
     brought: list[str] = field(default_factory=list)

@@ -59,7 +59,7 @@ class VLLMRequest(Protocol):
 
 @dataclass
 class _Known:
-    """What is known of a request that has not ended."""
+    """The state of a request that has not ended."""
 
     reuse: ReuseMode
     tenant: str
@@ -82,7 +82,7 @@ class _Known:
         self.num_exact, self.num_moved, self.num_repaired = num_exact, num_moved, num_repaired
 
     def provenance(self) -> dict[str, Any]:
-        """For the answer: what of its prompt was reused."""
+        """What of its prompt was reused, for the response."""
         return {
             "provenance": "exact" if self.exact_stop is None else "approximate",
             "exact_tokens": self.num_exact,
@@ -112,7 +112,7 @@ class SchedulerSide:
         self.counts: Counter[str] = Counter()  # since they were taken
 
     def learn(self, facts: Sequence[Facts]) -> None:
-        """Hear from all workers, when they have started.
+        """Take the facts of all workers once they have started.
 
         Each rank has keys of its own. All hold their part of the same chunks, so that the index of
         the first stands for all; what another rank turns out to miss is computed.
@@ -127,7 +127,7 @@ class SchedulerSide:
             log.info("KVBoost reuses exact text, and moved text for requests that allow it")
 
     def add(self, request: VLLMRequest) -> None:
-        """A request came in."""
+        """Add a request."""
         facts = self._choice.facts
         if facts.refusal or not _is_plain(request):
             return
@@ -198,7 +198,7 @@ class SchedulerSide:
         requests: Mapping[str, VLLMRequest],
         preempted: Iterable[str],
     ) -> StepWork:
-        """The work that goes with a step, in which so many tokens of requests are computed."""
+        """The work beside a step that computes `num_scheduled` tokens of each request."""
         work, self._work = self._work, StepWork()
         work.preempted = set(preempted)
         work.is_idle = not num_scheduled
@@ -216,7 +216,7 @@ class SchedulerSide:
         return work
 
     def report(self, report: Report | None) -> None:
-        """Hear what the workers have done."""
+        """Take the workers' report after a step."""
         self._choice.end_step()
         if report is None:
             return
@@ -234,7 +234,7 @@ class SchedulerSide:
             self._judge(verdict)
 
     def loaded(self, request_ids: Iterable[str]) -> None:
-        """Blocks were filled, or given up."""
+        """Loads of these requests have ended."""
         for request_id in request_ids:
             if request_id in self._known:
                 self._known[request_id].loads = False
@@ -344,7 +344,7 @@ def _is_plain(request: VLLMRequest) -> bool:
 
 
 def _asked_for(params: Mapping[str, Any] | None, default: ReuseMode) -> ReuseMode:
-    """What a request says of reuse; a mistake in it must not end the server, so it is logged."""
+    """A request's reuse option; a mistake in it is logged, since an error would end the server."""
     params = params or {}
     asked = params.get("kvboost", {})
     try:

@@ -20,13 +20,12 @@ from kvboost.connectors.vllm.certify import (
     check_round_trip,
     check_sparse_prefill,
     measure_rotations,
-    probe_tokens,
 )
 from kvboost.connectors.vllm.sparse import SparseModel
 from kvboost.connectors.vllm.worker_side import WorkerSide
 from kvboost.core import KVGeometry, PlaneGroup
 from kvboost.errors import ConfigError, UnsupportedModel
-from kvboost.models.certify import NUM_PROBE_TOKENS
+from kvboost.models.certify import NUM_PROBE_TOKENS, probe_tokens
 from kvboost.models.identity import Identity, identify
 from kvboost.reuse.repair import Repair
 
@@ -160,7 +159,8 @@ class Start:
 
     @property
     def _probe(self) -> list[int]:
-        return probe_tokens(self._vllm_config.model_config.get_vocab_size(), NUM_KNOWN)
+        vocabulary = self._vllm_config.model_config.get_vocab_size()
+        return [int(token) for token in probe_tokens(vocabulary, NUM_KNOWN)]
 
     @property
     def _scratch_blocks(self) -> list[int]:

@@ -34,7 +34,7 @@ COUNTED = (
 
 
 class KVBoostStats(KVConnectorStats):
-    """What was counted since the step before; names are those of `kvboost.metrics`."""
+    """Counts since the last step, by the names of `kvboost.metrics`."""
 
     @classmethod
     def of(cls, counts: Mapping[str, int]) -> KVBoostStats | None:
@@ -43,11 +43,11 @@ class KVBoostStats(KVConnectorStats):
         return cls(data=data) if data else None
 
     def reset(self) -> None:
-        """Start over."""
+        """Reset to no counts."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add what another side or rank has counted."""
+        """Add the counts of another side or rank."""
         return KVBoostStats(data=dict(Counter(self.data) + Counter(other.data)))
 
     def reduce(self) -> dict[str, int | float]:

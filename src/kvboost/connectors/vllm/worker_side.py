@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,15 +63,11 @@ IDLE_WAIT_S = 0.005  # for transfers, when the model has nothing to compute
 
 @dataclass(frozen=True)
 class KVFacts:
-    """What placing K/V has to know of a model (the part of `CausalModel` that is used here)."""
+    """What names and places the K/V of vLLM's model."""
 
     fingerprint: bytes
     geometry: KVGeometry
     rotations: Mapping[int, Rotation | None]
-
-    def forward(self, slots: Any, tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """Not here: vLLM's model is run by `SparseModel`."""
-        raise NotImplementedError
 
 
 class ReportedIndex(ChunkIndex):
@@ -93,7 +89,7 @@ class ReportedIndex(ChunkIndex):
         self._changes.append(Change(key))
 
     def take_changes(self) -> list[Change]:
-        """What has changed since this was asked before."""
+        """The changes since the last call."""
         return [self._changes.popleft() for _ in range(len(self._changes))]
 
 
@@ -111,7 +107,7 @@ class WorkerSide:
         *,
         is_first: bool = True,
     ) -> None:
-        """`is_first` of the ranks, which speaks for all."""
+        """`is_first`: the rank that reports for all."""
         self._options, self._repairs, self.cache = options, repairs, cache
         self.metrics = Metrics()
         self._index = ReportedIndex()
@@ -134,11 +130,11 @@ class WorkerSide:
         self._streams = [] if on_cpu else [torch.Stream(cache.device) for _ in range(2)]
 
     def name_model(self, fingerprint: bytes) -> None:
-        """Take what names the model's K/V."""
+        """Set the fingerprint of the model."""
         self._model = KVFacts(fingerprint, self.cache.geometry, {})
 
     def allow_moved(self, sparse: SparseModel, rotations: Mapping[int, Rotation | None]) -> None:
-        """Take the model to repair moved text with."""
+        """Allow moved text, repaired by this model."""
         self._sparse = sparse
         self._model = KVFacts(self._model.fingerprint, self.cache.geometry, rotations)
 
@@ -154,7 +150,7 @@ class WorkerSide:
         )
 
     def begin_step(self, work: StepWork) -> None:
-        """Start what the model is not needed for."""
+        """Start work that does not need the model."""
         for bring in work.brings:
             self._submit(self._bringer, self._bring, bring)
         for load in work.loads:
@@ -167,7 +163,7 @@ class WorkerSide:
             self._sparse.before_attention(layer_name)
 
     def end_step(self, work: StepWork) -> None:
-        """The step's K/V is written: save it, and have the model for what else it is needed for."""
+        """After a step: save its K/V, and do the work that needs the model."""
         for save in work.saves:
             self._start_saving(save)
         for load in work.loads:
@@ -179,13 +175,13 @@ class WorkerSide:
             self._go_on_with_audit(is_idle=work.is_idle)
 
     def wait_for_saves(self, request_ids: Iterable[str]) -> None:
-        """Before the blocks of requests are taken away from them."""
+        """Wait for saves of requests that are about to lose their blocks."""
         for request_id in request_ids:
             if request_id in self._saves:
                 self._saves[request_id][0].result()
 
     def take_finished(self, work: StepWork | None) -> tuple[set[str], set[str]]:
-        """Requests whose blocks are saved, and whose blocks are loaded or given up."""
+        """Requests whose blocks are saved, and requests whose blocks are loaded or failed."""
         with self._done:
             if work is not None and work.is_idle and self._num_pending and not self._has_news:
                 self._done.wait(IDLE_WAIT_S)
@@ -194,13 +190,13 @@ class WorkerSide:
         return saved, loaded
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks that were promised and could not be filled."""
+        """Blocks whose load failed."""
         with self._done:
             failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def take_report(self) -> Report | None:
-        """News for the scheduler's side."""
+        """The report for the scheduler's side, if there is anything new."""
         with self._done:
             report, self._report = self._report, Report()
         report.changes = self._index.take_changes()
@@ -209,7 +205,7 @@ class WorkerSide:
         return None if report == Report() or not self._is_first else report
 
     def close(self) -> None:
-        """Finish what was begun."""
+        """Finish saves and close the store."""
         for threads in (self._bringer, self._loader):
             threads.shutdown(cancel_futures=True)
         self._saver.shutdown()
@@ -300,7 +296,7 @@ class WorkerSide:
             self._report.repairs_s[load.request_id] = time.perf_counter() - started
 
     def _assemble(self, plan: ReusePlan, load: Load, rows: Slots) -> Placed:
-        """Place what tiers deliver of a plan."""
+        """Place the chunks of a plan that tiers deliver."""
         space = self._space(load.tenant)
         chunks = self._store.tiers.get(list(dict.fromkeys(each.key for each in plan.matches)))
         placed = assemble(plan, load.tokens, rows, self._model, self._store, space, chunks)
@@ -308,7 +304,7 @@ class WorkerSide:
         return placed
 
     def _fail_from(self, stop: int, load: Load) -> None:
-        """Give up the blocks of a load in which not all rows are filled."""
+        """Report the blocks of a load whose rows are not all filled."""
         size = self.cache.block_size
         if stop < load.stop:
             self._report.failed.append(load.request_id)
@@ -365,7 +361,7 @@ class WorkerSide:
         stream.synchronize()
 
     def _go_on_with_audit(self, *, is_idle: bool) -> None:
-        """Continue an audit by a step, or give it up if there is no idle time: it holds blocks."""
+        """Run a step of an audit, or abandon it if there is no idle time: it holds blocks."""
         audit, _, steps = self._audits[0]
         verdict: Verdict | None = Verdict(audit.request_id)
         try:
@@ -407,7 +403,7 @@ class WorkerSide:
         yield Verdict(audit.request_id, float(kl), float(same))
 
     def _own_plan(self, load: Load) -> ReusePlan:
-        """What this rank has of a prompt now, by its own keys; chunks may have grown since."""
+        """What this rank has of a prompt now, by its own keys."""
         chunks = split(load.tokens, self._options.chunk_size)
         found = find(chunks, derive(chunks, self._space(load.tenant)), self._index)
         return found.after(load.start).before(load.stop)
