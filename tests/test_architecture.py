@@ -21,7 +21,7 @@ PARTS = {
     "integrations": "integrations",
 }
 MAX_LINES = {
-    "library": 11_720,
+    "library": 11_730,
     "application": 5_870,
     "weights": 700,
     "connectors": 1_775,
