@@ -55,13 +55,15 @@ def on_device(name: str, device: Device, **options: Any) -> list[tuple[int, ...]
         return answers(engine)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in KINDS else pytest.mark.long)
+def types(in_gate: set[str]) -> list[Any]:
+    """All types of models; others than these in the long tests."""
+    return [
+        pytest.param(name, marks=() if name in in_gate else pytest.mark.long)
         for name in sorted(SUPPORTED)
-    ],
-)
+    ]
+
+
+@pytest.mark.parametrize("name", types(KINDS))
 def test_every_type_of_model_answers_as_on_a_cpu(name: str) -> None:
     with pretended(total_bytes=1 << 28) as device:
         assert on_device(name, device) == on_cpu(name)
@@ -102,20 +104,36 @@ def test_sequences_in_one_kernel_have_the_logits_that_they_have_alone(
     assert not device.by_kernel["sdpa math"]
 
 
-@pytest.mark.parametrize(("bits", "place"), [(8, to_device), (4, to_device), (8, on_two_devices)])
-def test_quantised_chunks_lie_in_host_memory(bits: int, place: Callable[..., Any]) -> None:
+def again_from_below(model: Any, **options: Any) -> tuple[tuple[int, ...], int]:
+    """Output and hits of the host tier for a prompt whose blocks others have taken since."""
+    options |= {"chunk_size": 32, "num_blocks": 40}
+    with Engine(model, WordTokenizer(), **options) as engine:
+        engine.submit(PROMPTS[0], greedy(1)).result()
+        engine.flush()
+        for seed in range(4):
+            engine.submit(words(300, seed=50 + seed), greedy(1)).result()
+        again = engine.submit(PROMPTS[0], greedy(1)).result()
+        assert again.cached_tokens >= 128
+        below = engine._parts.store.tiers.stats()
+        return again.token_ids, below["host"]["hits"] if "host" in below else 0
+
+
+@pytest.mark.parametrize("name", types({"llama"}))
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_chunks_lie_in_host_memory(name: str, bits: int) -> None:
+    on_cpu, _ = again_from_below(build(*SUPPORTED[name]), kv_cache_bits=bits)
     with pretended(total_bytes=1 << 28) as device:
-        model = place(build(*SUPPORTED["llama"]), device)
-        options = {"kv_cache_bits": bits, "chunk_size": 32, "num_blocks": 40}
-        with Engine(model, WordTokenizer(), **options) as engine:
-            first = engine.submit(PROMPTS[0], greedy(1)).result()
-            engine.flush()
-            for seed in range(4):
-                engine.submit(words(300, seed=50 + seed), greedy(1)).result()
-            again = engine.submit(PROMPTS[0], greedy(1)).result()
-            host = engine._parts.store.tiers.stats()["host"]
-    assert again.cached_tokens >= 128 and again.token_ids == first.token_ids
-    assert host["hits"] > 0
+        model = to_device(build(*SUPPORTED[name]), device)
+        on_device, num_hits = again_from_below(model, kv_cache_bits=bits)
+    assert num_hits and on_device == on_cpu
+
+
+def test_quantised_chunks_of_two_devices_lie_in_host_memory() -> None:
+    on_cpu, _ = again_from_below(build(*SUPPORTED["llama"]), kv_cache_bits=8)
+    with pretended(total_bytes=1 << 28) as device:
+        model = on_two_devices(build(*SUPPORTED["llama"]), device)
+        on_device, num_hits = again_from_below(model, kv_cache_bits=8)
+    assert num_hits and on_device == on_cpu
 
 
 def test_a_deleted_tenant_is_gone_from_host_memory() -> None:
@@ -133,9 +151,10 @@ def test_a_deleted_tenant_is_gone_from_host_memory() -> None:
             assert engine.submit(PROMPTS[0], greedy(1), tenant="b").result().cached_tokens > 100
 
 
-def test_a_device_without_float64_is_enough() -> None:
+@pytest.mark.parametrize("name", types({"llama"}))
+def test_a_device_without_float64_is_enough(name: str) -> None:
     with pretended(total_bytes=1 << 28, has_float64=False) as device:
-        assert on_device("llama", device) == on_cpu("llama")
+        assert on_device(name, device) == on_cpu(name)
 
 
 def test_without_a_compiler_flash_attention_stays_and_repair_has_masks() -> None:
