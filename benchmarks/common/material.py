@@ -24,6 +24,7 @@ from kvboost.bench.questions.subjects import DTYPES
 from kvboost.bench.texts import reference_pages
 
 RANDOM_1_5B = "random-1.5b"
+TALL = "tall"
 
 
 def engine_of(options: argparse.Namespace, **settings: Any) -> KVBoost:
@@ -32,8 +33,10 @@ def engine_of(options: argparse.Namespace, **settings: Any) -> KVBoost:
 
 
 def model(options: argparse.Namespace) -> Any:
-    """A model by name or folder, or random weights in the shape of Qwen2.5-1.5B (speed only)."""
+    """A model by name or folder, or random weights (speed only): `random-1.5b` or `tall`."""
     dtype = DTYPES[options.dtype]
+    if options.model == TALL:
+        return tall().to(dtype)
     if options.model != RANDOM_1_5B:
         return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
     shape = SHAPES["qwen2.5-1.5b"]
@@ -52,6 +55,8 @@ def dtype_name(options: argparse.Namespace) -> str:
 
 
 def tokenizer(name: str) -> Any:
+    if name == TALL:
+        return NoWords()
     return AutoTokenizer.from_pretrained(str(get_model()) if name == RANDOM_1_5B else name)
 
 
@@ -63,6 +68,8 @@ def documents() -> list[str]:
 
 def stream(tokenizer: Any, num_tokens: int, seed: int) -> list[int]:
     """`num_tokens` tokens of running text that starts differently for every seed."""
+    if isinstance(tokenizer, NoWords):
+        return random_tokens(num_tokens, seed)
     pages = list(documents())
     random.Random(seed).shuffle(pages)
     tokens: list[int] = tokenizer(f"Part {seed}. ").input_ids

@@ -1,4 +1,7 @@
-"""Is it ever slower? Ours against bare Transformers: warm, cold, with its store, and per token."""
+"""Is it ever slower? Ours against bare Transformers: warm, cold, with its store, and per token.
+
+`--model tall` has the K/V of an 8B model, 128 KB a token in fp32, and few weights.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from benchmarks.common.measure import Row, median_ms, median_ratio, seconds, tur
 from kvboost import KVBoost
 from kvboost.bench.questions.subjects import TokenClock
 
-GOALS = {"warm": 1.05, "cold": 1.02, "total": 1.02, "decode": 1.0}
+GOALS = {"warm": 1.02, "cold": 1.02, "total": 1.02, "decode": 1.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Iterator[Row]:
     bare = model(options)
-    with engine_of(options) as engine:
+    with engine_of(options, max_cache_bytes="6GiB") as engine:
         for length in options.lengths:
             yield from _measure(length, bare, engine, options)
 
@@ -36,6 +39,7 @@ def _measure(length: int, bare: Any, engine: KVBoost, options: argparse.Namespac
     words = engine.tokenizer
     prefix = stream(words, length, seed=0)
     engine.warm(prefix)
+    engine.flush()
     in_place = DynamicCache(config=bare.config)
     bare(input_ids=torch.tensor([prefix]), past_key_values=in_place, logits_to_keep=1)
 
