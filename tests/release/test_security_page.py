@@ -27,4 +27,5 @@ def test_what_is_said_to_be_tested_is(row: list[str]) -> None:
     assert named and len(named) == row[2].count("::")
     for path, name in named:
         tree = ast.parse((ROOT / path).read_text())
-        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, name
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+        assert name in {node.name for node in tree.body if isinstance(node, functions)}, name

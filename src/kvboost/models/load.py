@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import struct
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -96,7 +96,9 @@ def load(
     if "config" not in arguments and not arguments.get("gguf_file"):
         config = AutoConfig.from_pretrained(name, **shared)
         # Transformers' own way to AWQ rearranges the weights, and wants that package.
-        if (max_weight_bytes is not None or not find_spec("gptqmodel")) and use_own_awq(config):
+        if (
+            max_weight_bytes is not None or not importlib.util.find_spec("gptqmodel")
+        ) and use_own_awq(config):
             arguments = arguments | {"config": config}
         if max_weight_bytes is None and str(target or "cpu") == "cpu":
             arguments = arguments | _quick_dtype(config, arguments)
@@ -174,7 +176,7 @@ def _split_gguf_path(name: str, arguments: dict[str, Any]) -> tuple[str, dict[st
             raise ConfigError(f"model={name!r}: there is no such file")
         name, arguments = str(Path(name).parent), {**arguments, "gguf_file": Path(name).name}
     if arguments.get("gguf_file"):
-        missing = [each for each in ("gguf", "accelerate") if not find_spec(each)]
+        missing = [each for each in ("gguf", "accelerate") if not importlib.util.find_spec(each)]
         if missing:
             raise ConfigError(
                 missing_packages(f"gguf_file={arguments['gguf_file']!r}", " ".join(missing))
