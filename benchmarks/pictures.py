@@ -12,9 +12,9 @@ from pathlib import Path
 
 from benchmarks.fleet.scale_page import reused, write
 from kvboost.bench.records import Line as Row
-from kvboost.bench.report import svg
-from kvboost.bench.report.picture import standalone
-from kvboost.bench.report.plots import Line, Point, Scale, lines, points
+from kvboost.drawing import svg
+from kvboost.drawing.plots import Line, Point, Scale, lines, points
+from kvboost.drawing.standalone import standalone
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -14,6 +14,7 @@ PARTS = {
     "weights": "weights",
     "connectors": "connectors",
     "bench": "bench",
+    "drawing": "bench",
     "analyze": "fleet",
     "probe": "probe",
     "fleet": "fleet",

@@ -106,7 +106,6 @@ def test_bytes_of_a_model(trace: str, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_picture_is_svg(texts: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "curve.svg"
     assert main(["analyze", texts, "--plot", str(picture)]) == 0
     root = ElementTree.parse(picture).getroot()
@@ -120,16 +119,6 @@ def test_the_picture_is_svg(texts: str, tmp_path: Path) -> None:
 
 def links(root: ElementTree.Element) -> list[tuple[str, str]]:
     return [item for each in root.iter() for item in each.attrib.items()]
-
-
-def test_a_missing_extra_is_named(
-    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["analyze", trace, "--plot", str(tmp_path / "x.svg")]) == 1
-    shown = capsys.readouterr()
-    assert "--plot needs packages that are not installed: pip install matplotlib" in shown.err
-    assert "prefix 512" in shown.out  # the tables come first
 
 
 def test_broken_lines_are_left_out_and_counted(

@@ -4,8 +4,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvboost.bench.report import axes, plots
-from kvboost.bench.report.svg import text_width
+from kvboost.drawing import axes, plots
+from kvboost.drawing.svg import text_width
 
 
 @pytest.mark.parametrize(

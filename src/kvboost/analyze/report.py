@@ -11,14 +11,19 @@ from typing import Any
 
 from kvboost.analyze.curve import Curve, Findings, Share
 from kvboost.analyze.fleet import FleetResult, Setup
-from kvboost.errors import ConfigError, missing_packages
+from kvboost.drawing.plots import Line, Scale, lines
+from kvboost.drawing.standalone import standalone
+from kvboost.errors import ConfigError
 
 NUM_SIZES = 10
 DAY_S = 86_400.0
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 LEAST_SPAN_S = 60.0  # shorter logs tell nothing of a day
-PREFIX_COLOURS = ("#1f5a94", "#4f8fc7", "#2a8c82", "#7a6cc0")
-CONTENT_COLOUR = "#c2571a"
+# On light and on dark pages.
+PREFIX_COLOURS = (
+    ("#1f5a94", "#6aa5de"), ("#4f8fc7", "#8fc1ee"), ("#2a8c82", "#52bdb2"), ("#7a6cc0", "#a99df0"),
+)  # fmt: skip
+CONTENT_COLOUR = ("#c2571a", "#ff8f4d")
 
 
 @dataclass(frozen=True)
@@ -208,34 +213,19 @@ def _fleets(analysis: Analysis) -> str:
 
 def plot(analysis: Analysis, path: Path) -> None:
     """Draw the curves into an SVG file that needs nothing else."""
-    try:
-        import matplotlib  # noqa: PLC0415  (large, and part of an extra)
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigError(missing_packages("--plot", "matplotlib")) from error
     curves = curves_of(analysis.findings)
     most = max([curve.distinct_tokens for curve in curves.values()] + [1e3])
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    labels: list[tuple[float, str, str]] = []
+    series = []
     for number, (name, curve) in enumerate(curves.items()):
         sizes = [size for size in curve.sizes.tolist() if most / 1e4 <= size <= most * 1.1]
         shares = [100 * curve.share(size).value for size in sizes]
-        colour = CONTENT_COLOUR if name == "content" else PREFIX_COLOURS[number % 4]
-        axes.plot(sizes, shares, color=colour, linewidth=2)
-        labels.append((shares[-1], f"{name}: {shares[-1]:.1f} %", colour))
-    at = -math.inf
-    for share, label, colour in sorted(labels):
-        at = max(share, at + 4)  # labels do not cover each other
-        axes.annotate(
-            label, (1.01, at), xycoords=("axes fraction", "data"), va="center", color=colour
-        )
-    axes.set(xscale="log", ylim=(0, 100), xlabel="cache size in tokens")
-    axes.set(ylabel="prompt tokens reused, %", title="Reuse by cache size")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#dddddd", linewidth=0.6)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvboost"}):
-        figure.savefig(path, format="svg", metadata={"Date": None})
+        css = "content" if name == "content" else f"prefix{number % len(PREFIX_COLOURS)}"
+        points = tuple(zip(sizes, shares, strict=True))
+        series.append(Line(f"{name}: {shares[-1]:.1f} %", css, points))
+    tokens, reused = Scale("cache size in tokens", is_log=True), Scale("prompt tokens reused, %")
+    drawn = lines(series, tokens, reused, "Reuse by cache size", over=(0, 100), has_dots=False)
+    prefixes = {f"prefix{number}": pair for number, pair in enumerate(PREFIX_COLOURS)}
+    path.write_text(standalone(drawn, prefixes | {"content": CONTENT_COLOUR}, 640))
 
 
 def _num_tokens(findings: Findings) -> int:

@@ -39,9 +39,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     _add_reading(parser)
     _add_worth(parser)
     _add_fleets(parser)
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.svg", help="plot reuse by cache size (needs matplotlib)"
-    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="plot reuse by cache size")
     flags.add_json(parser)
 
 

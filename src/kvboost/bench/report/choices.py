@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from kvboost.bench.report import plots
 from kvboost.bench.report.compared import RATIO, fastest, ratio_bar, slowest
 from kvboost.bench.report.questions import TOP1
 from kvboost.bench.report.reading import Line, Results, by_phase, grouped, known
@@ -18,6 +17,7 @@ from kvboost.bench.report.section import (
     table,
     times,
 )
+from kvboost.drawing import plots
 
 _FOUND = "The found share is the share of the prompt found in the cache."
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 
-from kvboost.bench.report import plots
 from kvboost.bench.report.reading import (
     AGAIN,
     BASELINE,
@@ -28,6 +27,7 @@ from kvboost.bench.report.section import (
     times,
     with_interval,
 )
+from kvboost.drawing import plots
 
 RATIO = plots.Scale("time, generate() = 1, left is faster", is_log=True, mark=1.0)
 _RATIO_SAID = (

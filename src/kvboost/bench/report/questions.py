@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from kvboost.bench.report import plots
 from kvboost.bench.report.compared import fastest, quality, slowest
 from kvboost.bench.report.reading import (
     AGAIN,
@@ -17,6 +16,7 @@ from kvboost.bench.report.reading import (
 )
 from kvboost.bench.report.section import Part, Picture, Section, joined, percent, table, times
 from kvboost.config import Options
+from kvboost.drawing import plots
 
 TOP1 = (
     "top-1 here is agreement with the same model's full prefill in the same dtype, over 4 tokens"

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from statistics import mean
 
-from kvboost.bench.report import plots
 from kvboost.bench.report.compared import ratio_bar
 from kvboost.bench.report.reading import (
     AGAIN,
@@ -32,6 +31,7 @@ from kvboost.bench.report.section import (
     percent,
     with_interval,
 )
+from kvboost.drawing import plots
 
 
 def stages(results: Results) -> Section | None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import pairwise
 
-from kvboost.bench.report.axes import Axis, label
+from kvboost.drawing.axes import Axis, label
 
 WIDTH = 360.0
 ROW = 18.0

@@ -1,12 +1,12 @@
-"""Drawings of the report: rows with intervals, lines, named points, stacked rows."""
+"""Plots: rows with intervals, lines, named points, stacked rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvboost.bench.report import svg
-from kvboost.bench.report.axes import Axis, fitted
-from kvboost.bench.report.svg import ROW, WIDTH
+from kvboost.drawing import svg
+from kvboost.drawing.axes import Axis, fitted
+from kvboost.drawing.svg import ROW, WIDTH
 
 _RIGHT = WIDTH - 8
 _LEFT = 46.0
@@ -115,9 +115,15 @@ def _bar(row: Bar, axis: Axis, mark: float | None, top: float) -> list[str]:
 
 
 def lines(
-    series: Sequence[Line], x: Scale, y: Scale, title: str, over: Sequence[float] = ()
+    series: Sequence[Line],
+    x: Scale,
+    y: Scale,
+    title: str,
+    over: Sequence[float] = (),
+    *,
+    has_dots: bool = True,
 ) -> str:
-    """Draw lines with a dot at each point, and a legend above them; ``over`` as in `bars`."""
+    """Draw lines, with a dot at each point, and a legend above them; ``over`` as in `bars`."""
     keys, height = svg.legend([(s.label, s.css) for s in series], 16)
     top, bottom = 24 + height, 196 + height
     x_axis = _scaled([p[0] for s in series for p in s.points], x, _LEFT, _RIGHT - 8)
@@ -129,7 +135,8 @@ def lines(
         marks.append(svg.line(x_axis.start, level, x_axis.end, level, "mark"))
     for one in series:
         places = [(x_axis.at(a), y_axis.at(b)) for a, b in sorted(one.points)]
-        marks += [svg.path(places, one.css), *(svg.dot(a, b, one.css, 3) for a, b in places)]
+        marks.append(svg.path(places, one.css))
+        marks += [svg.dot(a, b, one.css, 3) for a, b in places if has_dots]
     return svg.drawing(marks, bottom + _FOOT, title)
 
 

@@ -1,0 +1,1 @@
+"""SVG drawings of the report, the docs and `kvboost analyze`."""
