@@ -26,7 +26,7 @@ MAX_LINES = {
     "application": 5_870,
     "weights": 700,
     "connectors": 1_775,
-    "bench": 5_140,
+    "bench": 5_145,
     "fleet": 1_785,
     "probe": 1_110,
     "integrations": 85,

@@ -27,6 +27,16 @@ def test_log_axis_has_equal_steps_for_equal_ratios():
     assert axis.at(math.sqrt(10)) == pytest.approx(75)
 
 
+def test_labels_of_ticks_are_short():
+    assert [*map(axes.label, (0.25, 10, 5000, 2.5e6, 1e8))] == [
+        "0.25",
+        "10",
+        "5,000",
+        "2.5M",
+        "100M",
+    ]
+
+
 def test_close_values_get_a_linear_axis():
     assert not axes.fitted((0.97, 1.03), 0, 100, is_log=True).is_log
 

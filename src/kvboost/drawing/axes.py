@@ -61,6 +61,8 @@ def fitted(
 
 def label(value: float) -> str:
     """Write a tick's value."""
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:g}M"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
