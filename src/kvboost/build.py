@@ -199,8 +199,9 @@ def build_repair(options: Options, ratio: float) -> Repair:
             return ScoredRepair(ratio, lambda evidence: evidence.sensitivity())
         case "selective":
             return SelectiveRepair(options.recompute_overlap, options.recompute_tail)
-        case _:
+        case "none":
             return NoRepair()
+    raise KeyError(options.recompute_strategy)
 
 
 def _ratios(options: Options) -> list[float]:
