@@ -247,7 +247,7 @@ class PlaneGroup:
     planes: tuple[int, ...]  # 2 * layer for K, 2 * layer + 1 for V, in storage order
     heads: int
     head_dim: int
-    device: int | None = field(default=None, repr=False)  # number of its GPU; None: of the only one
+    device: int | None = field(default=None, repr=False)  # GPU index; None: all on one device
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,7 +241,7 @@ def _computed(owner: PreTrainedModel, module: torch.nn.Module) -> dict[str, torc
     fresh.__dict__ |= {"_buffers": buffers, "_parameters": weights, "_modules": {}}
     try:
         owner._init_weights(fresh)  # noqa: SLF001
-    except Exception as error:  # foreign code, run in our way
+    except Exception as error:  # the model's code, called out of its usual place
         log.info("buffers of %s count as they are: %s", type(module).__name__, error)
         return {}
     return buffers
