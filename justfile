@@ -47,15 +47,23 @@ test-models:
 
 # The connector inside real vLLM servers; KVBOOST_VLLM_PYTHON names a Python that has vLLM
 vllm *arguments:
-    {{python}} -m pytest -q -m vllm {{arguments}}
+    {{python}} -m pytest -q -m 'vllm and not long' {{arguments}}
+
+# `kvboost probe` ten times on each healthy server: ours, vLLM (KVBOOST_VLLM_PYTHON), llama-server
+probe-peers *arguments:
+    KVBOOST_TEST_PROBE_RUNS=10 {{python}} -m pytest -q -o timeout=0 tests/real/test_probe.py {{arguments}}
 
 # What CI runs; a test that fails has a second try
 check: lint
     {{python}} -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --reruns 1 -raR --durations 20 -m 'not vllm and not long'
 
+# The tests of what changed since `main` (or another commit): at most twelve minutes for one file
+changed *arguments:
+    {{python}} scripts/changed_tests.py {{arguments}}
+
 # What takes minutes: load, larger models, and the tests of faults and of bodies at full length
 long:
-    {{python}} -m pytest -q -m long
+    {{python}} -m pytest -q -m 'long and not vllm'
     KVBOOST_TEST_FAULTS=200 {{python}} -m pytest -q tests/engine/test_faults*.py
     KVBOOST_TEST_FORGED=100000 {{python}} -m pytest -q tests/server/test_forged_frames.py
     KVBOOST_TEST_BODIES=20000 {{python}} -m pytest -q tests/server/test_random_bodies.py

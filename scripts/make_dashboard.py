@@ -32,6 +32,11 @@ def _selector(only: str) -> str:
     return f'{{{only}, instance=~"$instance"}}' if only else "@"
 
 
+def of_vllm(metric: str, legend: str) -> Query:
+    """How fast a counter of vLLM grows; ours there are called kvboost_*."""
+    return f"sum(rate(vllm:{metric}_total@[{WINDOW}]))", legend
+
+
 def gauge(metric: str, legend: str = "") -> Query:
     """A value of ours, of all instances together."""
     return f"sum(kvboost_{metric}@)", legend
@@ -252,6 +257,33 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             gauge("working_kv_bytes", "K/V of the batch"),
             gauge("index_bytes", "index"),
             unit="bytes",
+        ),
+    ],
+    "Inside vLLM": [
+        series("Requests that were looked up", of_vllm("kvboost_requests", ""), unit="reqps"),
+        series(
+            "Prompt tokens",
+            of_vllm("prompt_tokens", "all"),
+            of_vllm("prefix_cache_hits", "vLLM's own prefix cache"),
+            of_vllm("kvboost_exact_tokens", "connector, exact"),
+            of_vllm("kvboost_moved_tokens", "connector, moved"),
+            of_vllm("kvboost_repaired_tokens", "of it computed again"),
+            text="What is left of all was computed.",
+        ),
+        series("Audits", of_vllm("kvboost_audits", "audits per second")),
+        series(
+            "Chunks come and go",
+            of_vllm("kvboost_stored_chunks", "stored"),
+            of_vllm("kvboost_evicted_chunks", "evicted"),
+            of_vllm("kvboost_loaded_chunks", "loaded from below"),
+        ),
+        series(
+            "Faults",
+            of_vllm("kvboost_tier_faults", "faults of tiers"),
+            of_vllm("kvboost_dropped_writes", "chunks not stored"),
+            of_vllm("kvboost_damaged_frames", "damaged frames"),
+            of_vllm("kvboost_foreign_frames", "frames of others"),
+            text="`kvboost doctor --vllm URL` says what they mean.",
         ),
     ],
     "Tenants and adapters": [

@@ -17,7 +17,7 @@ from kvboost.config import Options
 from kvboost.connectors.vllm.blocks import BlockRows, PagedCache
 from kvboost.connectors.vllm.messages import Change, Facts, Load, Save, StepWork
 from kvboost.connectors.vllm.scheduler_side import SchedulerSide
-from kvboost.connectors.vllm.worker_side import WorkerSide
+from kvboost.connectors.vllm.worker_side import Agree, WorkerSide
 from kvboost.core import Entry, Provenance, Span
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
@@ -159,12 +159,12 @@ def scheduler_side(
     hash_block_size: int = BLOCK_SIZE,
     refusal: str = "",
     move_refusal: str = "",
-    must_bring: bool = False,
+    must_prefetch: bool = False,
 ) -> SchedulerSide:
     """A scheduler's side whose workers have stored prompts; all requests have the same blocks."""
     side = SchedulerSide(options, build_repairs(options), lambda _: block_ids, hash_block_size)
     changes = tuple(change for tokens in stored for change in changes_of(tokens))
-    side.learn([Facts(MODEL, refusal, move_refusal, must_bring, changes)])
+    side.learn([Facts(MODEL, refusal, move_refusal, must_prefetch, changes)])
     return side
 
 
@@ -239,18 +239,23 @@ HOME = list(range(12))[::-1]  # blocks of the request that is saved
 AWAY = list(range(12, 24))[::-1]  # blocks of the request that is loaded
 
 
-def worker_side(*, is_first: bool = True, options: Options = OPTIONS) -> WorkerSide:
+def worker_side(
+    *, is_first: bool = True, options: Options = OPTIONS, agree: Agree = list
+) -> WorkerSide:
     """A worker's side over blocks without a model."""
-    worker = WorkerSide(options, build_repairs(options), paged_cache(), is_first=is_first)
+    repairs = build_repairs(options)
+    worker = WorkerSide(options, repairs, paged_cache(), is_first=is_first, agree=agree)
     worker.name_model(MODEL)
     return worker
 
 
-def fill(worker: WorkerSide, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
+def fill(
+    worker: WorkerSide, block_ids: Sequence[int], num_tokens: int, scale: float = 1.0
+) -> torch.Tensor:
     """Write random rows as a model would; they are returned."""
     (group,) = worker.cache.geometry.groups
     shape = (len(group.planes), group.heads, num_tokens, group.head_dim)
-    rows = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    rows = scale * torch.randn(shape, generator=torch.Generator().manual_seed(0))
     BlockRows(worker.cache, block_ids).write(Span(0, num_tokens), [rows])
     return rows
 
@@ -268,9 +273,11 @@ def do(worker: WorkerSide, work: StepWork) -> tuple[set[str], set[str]]:
     return worker.take_finished(work)
 
 
-def saved(worker: WorkerSide, tokens: list[int], tenant: str = "") -> torch.Tensor:
+def saved(
+    worker: WorkerSide, tokens: list[int], tenant: str = "", scale: float = 1.0
+) -> torch.Tensor:
     """Store a prompt; its rows."""
-    rows = fill(worker, HOME, len(tokens))
+    rows = fill(worker, HOME, len(tokens), scale)
     save = Save("saved", tokens, tenant, HOME, is_last=True)
     assert do(worker, StepWork(saves=[save])) == ({"saved"}, set())
     return rows

@@ -48,15 +48,22 @@ def free_port() -> int:
 class Server:
     """A process that listens on `port`; it is started again on the same one."""
 
-    def __init__(self, command: Sequence[str], port: int, host: str = "127.0.0.1") -> None:
-        self._command, self.port, self._host = command, port, host
+    def __init__(
+        self,
+        command: Sequence[str],
+        port: int,
+        host: str = "127.0.0.1",
+        *,
+        start_s: float = START_S,
+    ) -> None:
+        self._command, self.port, self._host, self._start_s = command, port, host, start_s
         self.start()
 
     def start(self) -> None:
         self._process = subprocess.Popen(
             self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + self._start_s
         while not self._listens():
             if time.monotonic() > deadline or self._process.poll() is not None:
                 self.kill()

@@ -25,8 +25,8 @@ MODELS = (
     ("Llama-3.1-70B", 70.6, 4, 80, 8, 128),
 )
 FLOPS = 0.4 * 989e12  # an H100's dense bf16 peak, of which prefill gets about 40 %
-PROMPT_PLACES = 752  # of 12,035 tokens
-BOOK_PLACES = 1 << 16
+PROMPT_ANCHORS = 752  # of 12,035 tokens
+BOOK_ANCHORS = 1 << 16
 NUM_PROMPTS = 60
 REPORT_BYTES = 8 * 2**14  # at most
 REPORT_PERIOD_S = 5.0
@@ -63,8 +63,8 @@ def _router(num_replicas: int) -> dict[str, Any]:
     chance = np.random.default_rng(0)
     replicas = [str(number) for number in range(num_replicas)]
     tracemalloc.start()
-    book = Book(BOOK_PLACES)
-    for number in range(max(num_replicas, BOOK_PLACES // PROMPT_PLACES + 1)):
+    book = Book(BOOK_ANCHORS)
+    for number in range(max(num_replicas, BOOK_ANCHORS // PROMPT_ANCHORS + 1)):
         book.sent(_prompt(chance), replicas[number % num_replicas])
     size = tracemalloc.get_traced_memory()[0] / len(book)
     tracemalloc.stop()
@@ -72,15 +72,15 @@ def _router(num_replicas: int) -> dict[str, Any]:
     draw = random.Random(0)
 
     def route() -> float:
-        places = _prompt(chance)
+        anchors = _prompt(chance)
         started = time.process_time()
-        shares = book.shares(places, in_order=True)
+        shares = book.shares(anchors, in_order=True)
         ranked = rank(shares, loads, Policy())
-        book.sent(places, ranked[0] if ranked else draw.choice(replicas))
+        book.sent(anchors, ranked[0] if ranked else draw.choice(replicas))
         return time.process_time() - started
 
     taken = statistics.median(route() for _ in range(NUM_PROMPTS))
-    return {"what": "router", "replicas": num_replicas, "bytes_per_place": size, "route_s": taken}
+    return {"what": "router", "replicas": num_replicas, "bytes_per_anchor": size, "route_s": taken}
 
 
 def _report(num_replicas: int) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _report(num_replicas: int) -> dict[str, Any]:
 
 
 def _prompt(chance: Any) -> Any:
-    """Places of which the first few are everybody's."""
-    places = chance.integers(2, 2**63, PROMPT_PLACES, dtype=np.uint64)
-    places[:32] = np.arange(2, 34, dtype=np.uint64)
-    return places
+    """Anchors of which the first few are everybody's."""
+    anchors = chance.integers(2, 2**63, PROMPT_ANCHORS, dtype=np.uint64)
+    anchors[:32] = np.arange(2, 34, dtype=np.uint64)
+    return anchors

@@ -73,13 +73,14 @@ def routers(results: Row) -> str:
     """What a router weighs and needs."""
     rows = (
         row
-        | {"book_mb": row["bytes_per_place"] * 2**20 / 1e6}
+        | {"book_mb": row["bytes_per_anchor"] * 2**20 / 1e6}
         | {"route_ms": 1e3 * row["route_s"], "rate": 1 / row["route_s"]}
         for row in _rows(results, "router")
     )
     return _table(
-        "replicas | bytes/place | 2^20 places | time for a request | requests/s",
-        "{replicas:,} | {bytes_per_place:.0f} | {book_mb:.0f} MB | {route_ms:.1f} ms | {rate:,.0f}",
+        "replicas | bytes/anchor | 2^20 anchors | time for a request | requests/s",
+        "{replicas:,} | {bytes_per_anchor:.0f} | {book_mb:.0f} MB | "
+        "{route_ms:.1f} ms | {rate:,.0f}",
         rows,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 from collections import defaultdict
@@ -31,6 +32,7 @@ from kvboost.models.certify import Rotations
 from kvboost.policy.cost import CostModel
 
 MOST_NEW = 32
+NUM_OTHERS = 4  # prompts, from which documents of other questions are taken
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,14 @@ class Case:
     strategy: str
     ratio: float = 0.0
     overlap: int = 16
-    tail: int = 0
     turns_keys: bool = True  # False: K stays rotated for its old position, as in the package
     company: str = "any"
+    exchanges_documents: bool = False  # in the prompt itself
 
 
 CASES = [
     Case("exact reuse (noise floor)", "same prompt", "none"),
+    Case("full prefill, documents exchanged", "nothing", "none", exchanges_documents=True),
     Case("concatenate at old positions", "alone", "none", turns_keys=False),
     Case("move only", "alone", "none"),
     Case("heads 16", "alone", "selective"),
@@ -57,8 +60,6 @@ CASES = [
     Case("sampled 10 %", "bos", "sampled", 0.10),
     Case("move only", "warmed", "none"),
     Case("heads 16", "warmed", "selective"),
-    Case("heads 16 + tails 16", "warmed", "selective", tail=16),
-    Case("sensitivity 10 %", "warmed", "sensitivity", 0.10),
     Case("sampled 10 %", "warmed", "sampled", 0.10),
     Case("move only", "other prompts", "none"),
     Case("heads 16", "other prompts", "selective"),
@@ -79,6 +80,8 @@ CASES = [
     Case("heads 16", "other order", "selective"),
     Case("sampled 5 %", "other order", "sampled", 0.05),
     Case("sampled 15 %", "other order", "sampled", 0.15),
+    Case("query 25 %", "other order", "query", 0.25),
+    Case("query 40 %", "other order", "query", 0.40),
     Case("sampled 15 %", "prompts, then order", "sampled", 0.15),
     Case("sampled 15 %", "planted", "sampled", 0.15),
     Case("sampled 15 %, same company", "planted", "sampled", 0.15, company="same"),
@@ -108,16 +111,17 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _measure_task(task: str, engine: KVBoost, options: argparse.Namespace) -> Iterator[Row]:
-    made = items(task, options.prompts + 4, options.data, options.documents)
+    made = items(task, options.prompts + NUM_OTHERS, options.data, options.documents)
     named = {f"{case.encoding}: {case.name}": case for case in CASES}
     cases = [c for name, c in named.items() if any(part in name for part in options.cases)]
     of_task = {"task": task, "documents": options.documents}
     of_all = {"model": Path(options.model).name, "dtype": options.dtype, **of_task}
     seen = _kept(options.keep, of_all)
-    for number in range(min(options.prompts, len(made) - 4)):
+    for number in range(min(options.prompts, len(made))):
         if all(number in seen[case.encoding, case.name] for case in cases):
             continue
-        others = [text for item in made[number + 1 : number + 5] for text in item.documents]
+        after = itertools.islice(itertools.cycle(made), number + 1, number + 1 + NUM_OTHERS)
+        others = [text for item in after for text in item.documents]
         for case, measured in _measure_item(made[number], others, cases, engine, number):
             seen[case.encoding, case.name][number] = measured
             if options.keep:
@@ -177,19 +181,22 @@ def _measure_item(
             recompute_strategy=case.strategy,
             recompute_ratio=case.ratio,
             recompute_overlap=case.overlap,
-            recompute_tail=case.tail,
             company=case.company,
         )
         repairs = {case.ratio: build_repair(options, case.ratio)}
-        kind = case.encoding + (" ranked" if case.strategy == "sensitivity" else "")
+        kind = case.encoding
         if kind not in stores:
             stores[kind] = _fresh(replace(base, options=options)).store
             reading = replace(base, options=options, store=stores[kind], cost=CostModel())
             _read_documents(item, others, case.encoding, reading, words, number)
         parts = replace(base, options=options, store=stores[kind], repairs=repairs)
         parts = replace(parts, cost=CostModel())
+        asked = tokens
+        if case.exchanges_documents:
+            exchanged = replace(item, documents=_exchanged(item.documents, number))
+            asked = tokens_of(prompt(exchanged, words), words, item.documents)
         with _rotations(parts, turns_keys=case.turns_keys):
-            said, measured = _measure_case(tokens, answer, fresh, parts, case.ratio)
+            said, measured = _measure_case(asked, answer, fresh, parts, case.ratio)
         measured["time_share"] /= full_ms
         measured["full_s"] = full_ms / 1e3
         if item.answers:
@@ -227,6 +234,7 @@ def _measure_case(
         "found": prefilled.plan.num_reused / len(tokens),
         "computed": len(prefilled.pending) / len(tokens),
         "time_share": taken_ms,
+        "certainty": float(first[-1].float().softmax(-1).max()),  # of the first token
         "prompt_tokens": len(tokens),
     }
 
@@ -248,16 +256,22 @@ def _read_documents(
     elif encoding == "planted":
         _read([PLANTED, *item.documents], parts, words)
     elif encoding == "other order":
-        order = list(item.documents)
-        while order == item.documents:
-            chance.shuffle(order)
-        _read(order, parts, words)
+        _read(_exchanged(item.documents, number), parts, words)
     elif encoding == "prompts, then order":
         for each in ("other prompts", "other order"):
             _read_documents(item, others, each, parts, words, number)
-    else:  # in other prompts, each behind one to three documents of other questions
+    elif (
+        encoding != "nothing"
+    ):  # in other prompts, each behind one to three documents of other questions
         for document in item.documents:
             _read([*chance.sample(others, chance.randint(1, 3)), document], parts, words)
+
+
+def _exchanged(documents: list[str], number: int) -> list[str]:
+    chance, order = random.Random(number), list(documents)
+    while order == documents:
+        chance.shuffle(order)
+    return order
 
 
 def _read(documents: list[str], parts: Parts, words: Any) -> None:

@@ -13,10 +13,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.common.material import dtype_name, stream, tokenizer
 from benchmarks.common.measure import Row, median_ms, median_ratio
 from benchmarks.common.tasks import Item, f1, items, prompt
 from benchmarks.serving.vllm_server import VllmServer
+from kvboost.bench.statistics import interval
 
 MOST_NEW = 24
 Start = Callable[[dict[str, Any] | None], VllmServer]
@@ -169,6 +172,9 @@ def _moved(start: Start, words: Any, options: argparse.Namespace) -> list[Row]:
             "same_text": f"{same} of {len(made)}",
             "score": round(statistics.mean(scores), 4) if scores else None,
             "vllm_score": round(statistics.mean(full_scores), 4) if scores else None,
+            "score_change_interval": interval(np.subtract(scores, full_scores), np.mean)
+            if scores
+            else None,
         }
     ]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import socket
@@ -25,6 +26,7 @@ from typing import Any
 
 import httpx
 
+from attacks import ATTACKS, Attack
 from benchmarks.common.measure import Row, resident_mb
 from benchmarks.serving.soak_questions import (
     CHAT,
@@ -66,6 +68,8 @@ SETTLE_S = 60.0  # for the last requests to end when the clients are gone
 SAMPLE_S = 1.0
 RETRY_S = 1.0
 PAUSE_S = 1.0  # of a slow reader, at most
+ATTACK_S = 8.0
+PEACE_S = 12.0  # between two attacks
 MAX_EXAMPLES = 20
 # More than a server can write before its deadline.
 LONG = {"max_tokens": 2000, "ignore_eos": True}
@@ -102,6 +106,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--questions", type=int, default=48, help="in the pool")
     parser.add_argument("--burst-every", type=float, default=30, help="seconds; 0: never")
+    parser.add_argument(
+        "--attacks", action="store_true", help="on the HTTP edge, one after another"
+    )
     parser.add_argument("--pid", type=int, help="of the server, to watch its memory")
     parser.add_argument("--max-growth", type=float, default=0.05, help="of memory, last third")
     parser.add_argument("--api-key", default="none")
@@ -155,6 +162,7 @@ class Soak:
         self._options = options
         self._tally = Tally()
         self._memory_mb: list[float] = []
+        self._num_attacks = 0
         self._pool: list[Question] = []
         self._limit = 0  # requests that fit into batch and queue
         self._stop_at = 0.0
@@ -169,7 +177,7 @@ class Soak:
             self._stop_at = started + 60 * options.minutes
             watcher = asyncio.create_task(self._watch_memory())
             work = [self._visit(number) for number in range(options.clients)]
-            await asyncio.gather(*work, self._bursts())
+            await asyncio.gather(*work, self._bursts(), self._attacks())
             minutes = (time.monotonic() - started) / 60
             watcher.cancel()
             violations = self._tally.violations() + await self._left_behind(client)
@@ -180,6 +188,7 @@ class Soak:
             "clients": options.clients,
             "minutes": round(minutes, 2),
             "requests": self._tally.statuses.total(),
+            "attacks": self._num_attacks,
             "statuses": self._tally.by_kind(),
             "questions": len(self._pool),
             "growth": None if grown is None else round(grown, 4),
@@ -239,6 +248,17 @@ class Soak:
             await asyncio.sleep(every)
             chance = random.Random(time.monotonic())
             await asyncio.gather(*(self._ask("burst", chance) for _ in range(self._limit + 8)))
+
+    async def _attacks(self) -> None:
+        for act in itertools.cycle(ATTACKS if self._options.attacks else ()):
+            if time.monotonic() + ATTACK_S + PEACE_S > self._stop_at:
+                return
+            attack = Attack(self._options.url)
+            attack.run(act)
+            await asyncio.sleep(ATTACK_S)
+            await asyncio.to_thread(attack.end)
+            self._num_attacks += 1
+            await asyncio.sleep(PEACE_S)
 
     async def _ask(self, kind: str, chance: random.Random) -> int:
         """One request of a kind; what came of it is counted."""

@@ -82,7 +82,8 @@ class VllmServer:
                 env=environment,
                 start_new_session=True,
             )
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600)
+        self.url = f"http://127.0.0.1:{port}"
+        self._client = httpx.Client(base_url=self.url, timeout=600)
         try:
             self._wait()
         except BaseException:

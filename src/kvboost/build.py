@@ -24,11 +24,11 @@ from kvboost.models.pooled import PooledChunks
 from kvboost.policy.cost import CostModel
 from kvboost.policy.guard import QualityGuard
 from kvboost.reuse.repair import (
+    CacheBlendRepair,
     NoRepair,
     QueryRepair,
     Repair,
     SampledRepair,
-    ScoredRepair,
     SelectiveRepair,
 )
 from kvboost.tiers.base import Medium
@@ -192,13 +192,11 @@ def build_repair(options: Options, ratio: float) -> Repair:
         case "sampled":
             return SampledRepair(ratio, options.recompute_overlap)
         case "cacheblend":
-            return ScoredRepair(ratio, lambda evidence: evidence.deviation())
+            return CacheBlendRepair(ratio)
         case "query":
             return QueryRepair(ratio, options.recompute_overlap)
-        case "sensitivity":
-            return ScoredRepair(ratio, lambda evidence: evidence.sensitivity())
         case "selective":
-            return SelectiveRepair(options.recompute_overlap, options.recompute_tail)
+            return SelectiveRepair(options.recompute_overlap)
         case "none":
             return NoRepair()
     raise KeyError(options.recompute_strategy)

@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import os
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,14 +25,12 @@ SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 EXACT_BITS = 16  # of `kv_cache_bits`: as the model computes it, whatever its dtype
 
 
-STRATEGIES = ("sampled", "selective", "cacheblend", "query", "sensitivity", "none")
+STRATEGIES = ("sampled", "selective", "cacheblend", "query", "none")
 """How to repair moved text; docs/concepts/exact-and-moved.md compares cost and quality."""
 
+MEASURING = ("cacheblend", "query")
+"""Of these: what runs the model over moved text to choose."""
 
-DEPRECATED = (
-    "recompute_strategy='sensitivity' and recompute_tail are deprecated: they measured no gain "
-    "(docs/concepts/exact-and-moved.md)"
-)
 
 COMPANIES = ("any", "same")
 """Which copies of moved text may be used, by what they were computed after."""
@@ -74,9 +71,6 @@ class Options:
         16,
         "tokens to repair at the start of each moved text ('selective'; 'sampled': at most)",
         low=0,
-    )
-    recompute_tail: int = option(
-        0, "tokens that 'selective' repairs at its end (deprecated: no gain)", low=0
     )
     company: str = option(
         "any",
@@ -190,8 +184,6 @@ class Options:
             if (value := getattr(self, name)) not in allowed:
                 raise ConfigError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
         self._check_texts()
-        if self.recompute_strategy == "sensitivity" or self.recompute_tail:
-            warnings.warn(DEPRECATED, FutureWarning, stacklevel=3)
         if self.kv_cache_bits not in (EXACT_BITS, 8, 4):
             raise ConfigError(f"kv_cache_bits={self.kv_cache_bits!r}: expected 16, 8 or 4")
         if self.deterministic and self.kv_cache_bits != EXACT_BITS:
@@ -237,7 +229,6 @@ class OptionValues(TypedDict, total=False):
     recompute_strategy: str
     recompute_ratio: float
     recompute_overlap: int
-    recompute_tail: int
     company: str
     quality_budget: float
     changed_budget: float

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
+import torch
 
 from batching import alone, answers, are_all_free, engine_of, greedy, mixed_prompts, moving_engine
 from fakes import WordTokenizer, words
 from kvboost import CPUPagedEngine, KVBoost
 from kvboost.core import MatchKind, Sampling
 from kvboost.engine.batch import batch as batch_module
+from kvboost.models import cascade
+from kvboost.models import rows as rows_module
 from tiny_models import SUPPORTED, build
 
 pytestmark = pytest.mark.tiny
@@ -45,6 +49,32 @@ def moved_answers(strategy: str, *, is_scattered: bool) -> list[tuple[int, ...]]
 def test_moved_text_in_scattered_blocks_is_as_in_one_run(strategy: str) -> None:
     wanted = moved_answers(strategy, is_scattered=False)
     assert moved_answers(strategy, is_scattered=True) == wanted
+
+
+@pytest.mark.parametrize(("short_bytes", "most_calls"), [(2**18, 1), (0, 20)])
+def test_short_runs_are_attended_to_as_one(
+    short_bytes: int, most_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of a full pool lie anywhere; a kernel for each would cost more than a copy."""
+    prompts = [words(300, seed=seed) for seed in range(2)]
+    wanted = [alone(prompt, 8) for prompt in prompts]
+    monkeypatch.setattr(rows_module, "SHORT_RUN_BYTES", short_bytes)
+    calls: Counter[str] = Counter()
+    attend = cascade.attend
+
+    def counted(query: torch.Tensor, *args: Any, **how: Any) -> cascade.Part:
+        calls["of one token"] += query.shape[2] == 1
+        return attend(query, *args, **how)
+
+    monkeypatch.setattr(cascade, "attend", counted)
+    with engine_of(num_blocks=160, block_size=16) as engine:
+        engine._parts.pool.hold(range(0, 160, 2))
+        tickets = [engine.submit(prompt, greedy(8)) for prompt in prompts]
+        assert answers(tickets) == wanted
+        num_layers = engine._parts.pool.geometry.num_layers
+    num_tokens = 8 * len(prompts)
+    assert calls["of one token"] <= most_calls * num_tokens * num_layers
+    assert most_calls == 1 or calls["of one token"] > 8 * num_tokens * num_layers
 
 
 def test_requests_that_begin_alike_hold_the_same_blocks() -> None:

@@ -83,7 +83,7 @@ def test_what_is_done_is_told_as_json(folder: Path, capsys: pytest.CaptureFixtur
 
 
 def test_verify_misses_what_is_gone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    index = folder / "index-v1.log"
+    index = folder / "index-v2.log"
     index.write_bytes(index.read_bytes()[:-100])
     assert main(["cache", "verify", str(folder)]) == 1
     assert "1 index records unreadable" in capsys.readouterr().out

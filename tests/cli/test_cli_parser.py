@@ -134,6 +134,8 @@ print([name for name in heavy if name in sys.modules])
         (["warm", "--model", "m"], "required: PATH"),
         (["warm", "x", "--model", "m"], "nothing to save to: pass --disk-cache-dir or --cache-url"),
         (["chat", "--mod", "m"], "required: --model"),  # names are not guessed
+        (["generate", "hi", "--model", "m", "--max-new-token", "5"], "mean '--max-new-tokens'?"),
+        (["analyze", "log", "--prefill-speed", "4K"], "'4K' is not a number above 0"),
     ],
 )
 def test_wrong_usage_is_told_with_code_2(
@@ -152,6 +154,8 @@ def test_wrong_usage_is_told_with_code_2(
         (["verify", "/no/file", "--model", "m"], "No such file"),
         (["explain", "/no/file", "--model", "m"], "No such file"),
         (["warm", "/no/file", "--model", "m", "--disk-cache-dir", "kv"], "No such file"),
+        (["analyze", "/no/file"], "/no/file"),
+        (["cache", "ls", "/no/folder"], "/no/folder"),
     ],
 )
 def test_what_fails_is_told_in_a_line_with_code_1(
@@ -281,21 +285,6 @@ def test_a_model_that_is_not_there_is_a_failure(
     assert last == "kvboost: model '/no/such': there is no such folder or file"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["analyze", "/no/file"],
-        ["cache", "ls", "/no/folder"],
-    ],
-    ids=" ".join,
-)
-def test_what_cannot_be_read_is_a_failure(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert code_of(*arguments) == 1
-    assert capsys.readouterr().err.startswith("kvboost: ")
-
-
 def test_the_bare_command_and_the_module_show_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert code_of() == 0
     shown = capsys.readouterr()
@@ -395,20 +384,3 @@ def test_a_new_key_as_json_is_alone_on_output(capsys: pytest.CaptureFixture[str]
     told = json.loads(printed.out)
     assert told["key"].startswith("kvb-") and 'tenant = "a"' in told["entry"]
     assert printed.err == ""
-
-
-def test_an_unknown_flag_is_told_with_the_command_s_usage(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["generate", "hi", "--model", "m", "--max-new-token", "5"])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert said.startswith("usage: kvboost generate")
-    assert "did you mean '--max-new-tokens'?" in said
-
-
-def test_a_number_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["analyze", "log.jsonl", "--prefill-speed", "4K"])
-    assert "'4K' is not a number above 0" in capsys.readouterr().err

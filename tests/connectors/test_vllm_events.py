@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvboost.connectors.vllm.events import GROUP_TOKENS, Blocks, EventReader, decode
-from kvboost.routing import places
+from kvboost.routing import anchors
 from kvboost.routing.held import Held
 from waiting import wait_until
 
@@ -91,7 +91,7 @@ def words(count: int, seed: int) -> list[int]:
 
 
 def names_of(tokens: list[int]) -> set[int]:
-    return set(places.find(text_of_tokens(np.array(tokens, "<u4").tobytes())).tolist())
+    return set(anchors.find(text_of_tokens(np.array(tokens, "<u4").tobytes())).tolist())
 
 
 def test_vllms_bytes_are_read() -> None:
@@ -113,7 +113,7 @@ def test_other_bytes_are_no_events(payload: bytes) -> None:
         decode(payload)
 
 
-def test_a_text_has_all_its_places_however_it_was_stored() -> None:
+def test_a_text_has_all_its_anchors_however_it_was_stored() -> None:
     held = Held(text_of_tokens)
     blocks = Blocks(held)
     tokens = words(40 * SIZE, 0)
@@ -121,15 +121,15 @@ def test_a_text_has_all_its_places_however_it_was_stored() -> None:
     for number in range(20, 40):  # as an answer grows
         part = tokens[number * SIZE : (number + 1) * SIZE]
         blocks.apply([stored(number, part, before=number - 1)])
-    assert names_of(tokens) <= set(held.report().places.tolist())
+    assert names_of(tokens) <= set(held.report().anchors.tolist())
 
 
-def test_texts_that_fork_within_a_group_have_all_their_places() -> None:
+def test_texts_that_fork_within_a_group_have_all_their_anchors() -> None:
     held = Held(text_of_tokens)
     blocks = Blocks(held)
     head, one, other = words(11 * SIZE, 1), words(20 * SIZE, 2), words(20 * SIZE, 3)
     blocks.apply([stored(0, head + one), stored(100, other, before=10)])
-    found = set(held.report().places.tolist())
+    found = set(held.report().anchors.tolist())
     assert names_of(head + one) <= found
     assert names_of(head + other) <= found
 

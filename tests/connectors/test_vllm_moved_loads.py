@@ -23,8 +23,9 @@ from fake_vllm import (
 )
 from fakes import words
 from kvboost.connectors.vllm import worker_side as module
+from kvboost.connectors.vllm.audits import AUDIT_TOKENS
 from kvboost.connectors.vllm.messages import Audit, Report, StepWork, Verdict
-from kvboost.connectors.vllm.worker_side import AUDIT_PATIENCE_S, AUDIT_TOKENS, WorkerSide
+from kvboost.connectors.vllm.worker_side import WorkerSide
 from kvboost.core import Rotation, Span
 from kvboost.rope import move
 
@@ -226,19 +227,14 @@ def test_audits_are_done_one_after_the_other(worker: WorkerSide, sparse: FakeSpa
     assert order == [[], ["r"], [], ["s"]]
 
 
-def test_an_audit_waits_for_idle_time_but_not_for_ever(
-    worker: WorkerSide, sparse: FakeSparse, monkeypatch: pytest.MonkeyPatch
+def test_an_audit_waits_for_idle_time_until_the_scheduler_ends_it(
+    worker: WorkerSide, sparse: FakeSparse
 ) -> None:
     rows = fill(worker, AWAY, len(ANSWERED))
-    clock = SimpleNamespace(now=50.0, perf_counter=lambda: 0.0)
-    clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(module, "time", clock)
     worker.end_step(StepWork(audits=[AUDIT]))
-    clock.now += AUDIT_PATIENCE_S
     worker.end_step(StepWork())
     assert worker._audits and worker.take_report() is None
-    clock.now += 1.0
-    worker.end_step(StepWork())
+    worker.end_step(StepWork(ends_audits=True))
     worker.wait_for_saves(["r"])
     assert worker.take_finished(None) == ({"r"}, set())  # its blocks are given back
     report = worker.take_report()
@@ -250,13 +246,12 @@ def test_an_audit_waits_for_idle_time_but_not_for_ever(
 
 
 def test_an_audit_that_was_begun_is_given_up_in_a_busy_time_too(
-    worker: WorkerSide, sparse: FakeSparse, monkeypatch: pytest.MonkeyPatch
+    worker: WorkerSide, sparse: FakeSparse
 ) -> None:
     sparse.logits = [logits_of(0, 1, 2, 3, 0)] * 2
     do(worker, StepWork(audits=[AUDIT], is_idle=True))
     assert len(sparse.forwards) == 2
-    monkeypatch.setattr(module, "AUDIT_PATIENCE_S", -1.0)
-    assert do(worker, StepWork()) == ({"r"}, set())
+    assert do(worker, StepWork(ends_audits=True)) == ({"r"}, set())
     report = worker.take_report()
     assert report is not None and report.verdicts == [Verdict("r")]
     assert len(sparse.forwards) == 2

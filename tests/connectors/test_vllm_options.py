@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,12 @@ def test_all_names_are_those_of_options() -> None:
         assert read_options({name: getattr(Options(), name)}) == Options()
 
 
+def test_the_guide_names_every_option() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "vllm.md").read_text()
+    section = text.partition("\n## Options\n")[2].partition("\n## ")[0]
+    assert [name for name in OPTIONS if f"`{name}`" not in section] == []
+
+
 def test_an_unknown_name_is_told_with_what_was_probably_meant() -> None:
     with pytest.raises(ConfigError, match=r"'chunk_sise' inside vLLM; did you mean 'chunk_size'\?"):
         read_options({"reuse": "auto", "chunk_sise": 64})
@@ -45,7 +52,7 @@ def test_strategies_that_go_by_tokens_are_taken(strategy: str) -> None:
     assert read_options({"recompute_strategy": strategy}).recompute_strategy == strategy
 
 
-@pytest.mark.parametrize("strategy", ["cacheblend", "query", "sensitivity", "all of it"])
+@pytest.mark.parametrize("strategy", ["cacheblend", "query", "all of it"])
 def test_strategies_that_need_more_than_tokens_are_refused(strategy: str) -> None:
     with pytest.raises(ConfigError, match="recompute_strategy"):
         read_options({"recompute_strategy": strategy})

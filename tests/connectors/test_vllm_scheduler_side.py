@@ -147,17 +147,17 @@ def test_a_request_may_ask_for_more_than_the_options() -> None:
     "what", [{"lora_request": object()}, {"mm_features": ["image"]}, {"prompt_embeds": object()}]
 )
 def test_requests_that_are_more_than_text_are_left_alone(what: dict[str, object]) -> None:
-    side, request = knowing(must_bring=True), FakeRequest("r", moved_prompt(), **what)  # type: ignore[arg-type]
+    side, request = knowing(must_prefetch=True), FakeRequest("r", moved_prompt(), **what)  # type: ignore[arg-type]
     assert admit(side, request) == (0, False)
     work = side.step({"r": 242}, {"r": request}, ())
-    assert not (work.brings or work.loads or work.saves)
+    assert not (work.prefetches or work.loads or work.saves)
     assert side.finish(request) == (False, None)
 
 
 def test_a_worker_that_refuses_ends_all_reuse() -> None:
     side = scheduler_side()
-    able = Facts(MODEL, "", "", must_bring=False, changes=tuple(changes_of(PREFIX)))
-    side.learn([able, Facts(b"", "two shapes", "", must_bring=False, changes=())])
+    able = Facts(MODEL, "", "", must_prefetch=False, changes=tuple(changes_of(PREFIX)))
+    side.learn([able, Facts(b"", "two shapes", "", must_prefetch=False, changes=())])
     assert admit(side, FakeRequest("r", moved_prompt())) == (0, False)
     side.learn([able, able])
     assert admit(side, FakeRequest("again", moved_prompt())) == (len(PREFIX), True)
@@ -168,27 +168,27 @@ def test_where_text_cannot_be_moved_exact_text_is_reused() -> None:
     assert admit(side, FakeRequest("r", moved_prompt())) == (len(PREFIX), True)
 
 
-def test_a_request_waits_until_workers_have_brought_what_there_is() -> None:
+def test_a_request_waits_until_workers_have_prefetched_what_there_is() -> None:
     side, request = (
-        scheduler_side(must_bring=True),
+        scheduler_side(must_prefetch=True),
         FakeRequest("r", moved_prompt(), cache_salt="b"),
     )
     assert admit(side, request) == (None, False)
-    (bring,) = side.step({}, {}, ()).brings
-    assert (bring.request_id, bring.tokens) == ("r", moved_prompt())
-    assert (bring.tenant, bring.reuse) == ("b", "auto")
+    (prefetch,) = side.step({}, {}, ()).prefetches
+    assert (prefetch.request_id, prefetch.tokens) == ("r", moved_prompt())
+    assert (prefetch.tenant, prefetch.reuse) == ("b", "auto")
     side.report(None)
-    side.report(Report(brought=["another"]))
+    side.report(Report(prefetched=["another"]))
     assert side.match(request, 0) == (None, False)
-    side.report(Report(changes=changes_of(PREFIX, "b"), brought=["r"]))
+    side.report(Report(changes=changes_of(PREFIX, "b"), prefetched=["r"]))
     assert side.match(request, 0) == (len(PREFIX), True)
-    assert side.step({}, {}, ()).brings == []
+    assert side.step({}, {}, ()).prefetches == []
 
 
-def test_what_is_brought_for_a_request_that_is_gone_is_no_matter() -> None:
-    side, request = admitted(scheduler_side(must_bring=True), words(100))
+def test_what_is_prefetched_for_a_request_that_is_gone_is_no_matter() -> None:
+    side, request = admitted(scheduler_side(must_prefetch=True), words(100))
     assert side.finish(request)[0] is False
-    side.report(Report(brought=["r"]))
+    side.report(Report(prefetched=["r"]))
     assert side.match(request, 0) == (0, False)
 
 

@@ -10,9 +10,15 @@ from fake_vllm import BLOCK_IDS, CHUNK_SIZE, FakeRequest, admit, changes_of, sch
 from fakes import words
 from kvboost.config import Options
 from kvboost.connectors.vllm import choice as module
+from kvboost.connectors.vllm import scheduler_side as scheduler_module
 from kvboost.connectors.vllm.choice import EVERYBODY
 from kvboost.connectors.vllm.messages import Audit, Load, Report, Verdict
-from kvboost.connectors.vllm.scheduler_side import LONGEST_AUDIT, MOST_AUDITED, SchedulerSide
+from kvboost.connectors.vllm.scheduler_side import (
+    AUDIT_PATIENCE_S,
+    LONGEST_AUDIT,
+    MOST_AUDITED,
+    SchedulerSide,
+)
 from kvboost.policy.cost import Work
 from kvboost.policy.guard import NUM_TRIALS
 
@@ -78,6 +84,23 @@ def test_a_request_too_long_to_hold_its_blocks_is_not_audited() -> None:
     long = [*PROMPT, *words(LONGEST_AUDIT, seed=8)]
     assert answered(side, "r", prompt=long)[1] == []
     assert len(answered(side, "short")[1]) == 1  # nobody waits for the long one
+
+
+def test_an_audit_that_finds_no_idle_time_is_ended_on_all_ranks_in_one_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(scheduler_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    side = scheduler_side(ELSEWHERE)
+    assert not side.step({}, {}, ()).ends_audits
+    for number in range(2):
+        answered(side, f"r{number}")
+        now[0] += AUDIT_PATIENCE_S
+        assert not side.step({}, {}, ()).ends_audits
+        now[0] += 1.0
+        assert side.step({}, {}, ()).ends_audits
+        side.report(Report(verdicts=[Verdict(f"r{number}")]))
+        assert not side.step({}, {}, ()).ends_audits
 
 
 def test_exact_answers_and_those_that_were_not_given_are_not_audited() -> None:

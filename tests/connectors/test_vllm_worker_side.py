@@ -33,7 +33,7 @@ from fake_vllm import (
 from fakes import FaultyDisk, FaultyTier, words
 from kvboost.build import build_repairs
 from kvboost.connectors.vllm import worker_side as worker_module
-from kvboost.connectors.vllm.messages import Bring, Change, Report, Save, StepWork
+from kvboost.connectors.vllm.messages import Change, Prefetch, Report, Save, StepWork
 from kvboost.connectors.vllm.scheduler_side import SchedulerSide
 from kvboost.connectors.vllm.worker_side import WorkerSide
 from kvboost.core import FrameKey, ReusePlan, Span
@@ -235,7 +235,7 @@ def test_a_worker_that_starts_tells_what_its_disk_has_kept(tmp_path: Path) -> No
     after = worker_side(options=options)
     facts = after.facts("no model")
     assert (facts.fingerprint, facts.refusal, facts.move_refusal) == (MODEL, "", "no model")
-    assert not facts.must_bring
+    assert not facts.must_prefetch
     side = scheduler_side(block_ids=AWAY)
     side.learn([facts])
     assert admit(side, FakeRequest("r", LONGER)) == (100, True)
@@ -319,8 +319,8 @@ def test_saves_behind_a_stuck_one_are_dropped_and_give_their_blocks_back(
     assert worker.take_finished(None)[0] == {"stuck"}
 
 
-def brought(worker: WorkerSide, bring: Bring) -> Report:
-    worker.begin_step(StepWork(brings=[bring]))
+def prefetched(worker: WorkerSide, prefetch: Prefetch) -> Report:
+    worker.begin_step(StepWork(prefetches=[prefetch]))
     wait_until(lambda: worker._num_pending == 0)
     report = worker.take_report()
     assert report is not None
@@ -328,8 +328,8 @@ def brought(worker: WorkerSide, bring: Bring) -> Report:
 
 
 @pytest.mark.parametrize("reuse", ["exact", "auto"])
-def test_what_is_brought_is_told(worker: WorkerSide, reuse: str) -> None:
-    assert brought(worker, Bring("r", PROMPT, "", reuse)) == Report(brought=["r"])  # type: ignore[arg-type]
+def test_what_is_prefetched_is_told(worker: WorkerSide, reuse: str) -> None:
+    assert prefetched(worker, Prefetch("r", PROMPT, "", reuse)) == Report(prefetched=["r"])  # type: ignore[arg-type]
     assert worker.take_report() is None
 
 
@@ -337,23 +337,23 @@ def test_words_of_text_elsewhere_are_asked_for_where_it_may_be_used(
     worker: WorkerSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[int]] = []
-    monkeypatch.setattr(ChunkStore, "bring_moved", lambda _, rest, *__: asked.append(list(rest)))
+    monkeypatch.setattr(ChunkStore, "prefetch_moved", lambda _, rest, *__: asked.append(list(rest)))
     saved(worker, PROMPT)
-    brought(worker, Bring("r", LONGER, "", "exact"))
+    prefetched(worker, Prefetch("r", LONGER, "", "exact"))
     assert asked == []
-    brought(worker, Bring("r", LONGER, "", "auto"))
+    prefetched(worker, Prefetch("r", LONGER, "", "auto"))
     assert asked == [LONGER[len(PROMPT) :]]  # without what is known
 
 
-@pytest.mark.parametrize("method", ["bring_prefix", "bring_moved"])
+@pytest.mark.parametrize("method", ["prefetch_prefix", "prefetch_moved"])
 def test_a_store_that_raises_ends_the_wait_for_it(
     worker: WorkerSide, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setattr(ChunkStore, method, raises)
-    assert brought(worker, Bring("r", PROMPT, "", "auto")).brought == ["r"]
+    assert prefetched(worker, Prefetch("r", PROMPT, "", "auto")).prefetched == ["r"]
 
 
-def test_what_another_process_has_stored_is_brought_and_then_promised() -> None:
+def test_what_another_process_has_stored_is_prefetched_and_then_promised() -> None:
     shared, workers = FaultyTier(), [worker_side(), worker_side()]
     for each in workers:
         each._store.tiers.add_below(Opener("shared", lambda: shared), each._store.adopt)
@@ -361,7 +361,7 @@ def test_what_another_process_has_stored_is_brought_and_then_promised() -> None:
     rows = saved(one, [*words(40, seed=7), *PROMPT][:96])
     assert one._store.tiers.flush(20)
     side = scheduler_side(block_ids=AWAY)
-    assert two.facts("").must_bring
+    assert two.facts("").must_prefetch
     side.learn([two.facts("")])
     exact = FakeRequest("exact", [*words(40, seed=7), *PROMPT])
     moved = FakeRequest("moved", [*words(20, seed=8), *PROMPT[:56], *words(8)])

@@ -42,6 +42,7 @@ WAITS = {
     "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "_unique2",
 }  # fmt: skip
 MAY_MIX = {"copy_", "_to_copy", "index", "index_put_", "index_put", "_index_put_impl_", "set_"}
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 CONCATENATIONS = ("cat", "stack")
 
 
@@ -62,6 +63,7 @@ class Device:
 
     has_float64: bool = True
     has_compiler: bool = True
+    has_tf32: bool = False  # products of several rows round their factors
     total_bytes: int = 1 << 32
     fails_at: int | None = None  # this allocation, counted from now, runs out of memory
     by_kernel: Counter[str] = field(default_factory=Counter)
@@ -69,6 +71,7 @@ class Device:
     copies: list[Copy] = field(default_factory=list)
     joined_bytes: int = 0  # by concatenation
     thread: str | None = None  # only what this thread does is counted
+    current: dict[int, int] = field(default_factory=dict)  # device by thread
 
     @property
     def num_launches(self) -> int:
@@ -121,6 +124,14 @@ class Device:
         """Free and total bytes; the second device has half of them."""
         is_second = device is not None and torch.device(device).index == 1
         return (self.total_bytes // (1 + is_second),) * 2
+
+    def set_device(self, device: torch.device) -> None:
+        """Make a device the current one of this thread."""
+        self.current[threading.get_ident()] = device.index
+
+    def current_device(self) -> int:
+        """That of this thread."""
+        return self.current.get(threading.get_ident(), 0)
 
     def _counts(self) -> bool:
         return self.thread is None or threading.current_thread().name == self.thread
@@ -249,6 +260,8 @@ def _run(owner: Device, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:  #
     if name in ("copy_", "_to_copy"):
         plain.pop("non_blocking", None)
         plain_args = plain_args[:2] if name == "copy_" else plain_args
+    if owner.has_tf32 and name in PRODUCTS and tensors[-2].shape[-2] > 1:
+        plain_args = tree_map(_as_tf32, plain_args)
     if name == "histc" and not plain_args[0].dtype.is_floating_point:  # CUDA has it
         result = func(plain_args[0].float(), *plain_args[1:], **plain).to(plain_args[0].dtype)
     else:
@@ -268,6 +281,13 @@ def _run(owner: Device, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:  #
         return each if comes_here else DeviceTensor(each, owner, index)
 
     return tree_map(wrap, result)
+
+
+def _as_tf32(each: Any) -> Any:
+    """A factor with 10 bits of mantissa."""
+    if not isinstance(each, torch.Tensor) or each.dtype != torch.float32:
+        return each
+    return ((each.view(torch.int32) + (1 << 12)) & -(1 << 13)).view(torch.float32)
 
 
 def _held(each: Any) -> Any:
@@ -572,8 +592,8 @@ def pretended(**traits: Any) -> Iterator[Device]:
         patch.object(torch.cuda, "_lazy_init", lambda: None),
         patch.object(torch.cuda, "is_available", lambda: True),
         patch.object(torch.cuda, "device_count", lambda: 2),
-        patch.object(torch.cuda, "current_device", lambda: 0),
-        patch.object(torch.cuda, "set_device", lambda device: None),
+        patch.object(torch.cuda, "current_device", owner.current_device),
+        patch.object(torch.cuda, "set_device", owner.set_device),
         patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         patch.object(torch.cuda, "get_device_name", lambda device=None: "pretended"),
         patch.object(torch.cuda, "mem_get_info", owner.mem_get_info),
@@ -585,6 +605,7 @@ def pretended(**traits: Any) -> Iterator[Device]:
         patch.object(torch.cuda, "Event", _Stream),
         patch.object(torch.cuda, "stream", _entered),
         patch.object(torch.cuda, "current_stream", lambda device=None: _Stream()),
+        patch.object(torch.cuda, "default_stream", lambda device=None: _Stream()),
     ]
     for each in patches:
         each.start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -231,6 +231,29 @@ def test_the_pool_of_a_large_model_fits_on_each_of_its_devices(
     for number, buffer in enumerate(made.buffers):
         assert made.devices[number] == torch.device("cuda", number)
         assert buffer.nbytes <= DEVICE_SHARE * free[number]
+
+
+def test_the_engines_thread_is_on_the_device_of_its_model() -> None:
+    with pretended(total_bytes=1 << 28) as device:
+        model = to_device(build(*SUPPORTED["llama"]), device, lambda name: 1)
+        with Engine(model, WordTokenizer()) as engine:
+            assert engine._worker.call(torch.cuda.current_device) == 1
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+@pytest.mark.usefixtures("tf32")
+def test_a_model_in_single_precision_may_have_its_products_rounded() -> None:
+    with pretended(total_bytes=1 << 28, has_tf32=True) as device:
+        model = to_device(build(*SUPPORTED["llama"]), device)
+        with Engine(model, WordTokenizer(), chunk_size=32) as engine:
+            assert engine._parts.model.packs
+            assert len(answers(engine)) == 2 * len(PROMPTS)
 
 
 def test_a_model_on_cpu_and_gpu_is_refused_with_the_reason() -> None:

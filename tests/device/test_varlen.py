@@ -36,8 +36,8 @@ def segment_of(pool: BlockPool, rows: Rows, num_past: int, num_new: int, start: 
 
 def expected(segment: Segment, query: torch.Tensor, window: int | None) -> torch.Tensor:
     """Attention of a segment's queries [heads, tokens, dims] to its rows by a mask."""
-    places = segment.rows.places(0, segment.num_visible)
-    key, value = (plane.held[0][:, places].float() for plane in segment.rows.pool.layers[0])
+    slot_mapping = segment.rows.slot_mapping(0, segment.num_visible)
+    key, value = (plane.held[0][:, slot_mapping].float() for plane in segment.rows.pool.layers[0])
     key, value = (part.repeat_interleave(QUERY_HEADS // HEADS, 0) for part in (key, value))
     positions = torch.tensor(list(segment.positions))[:, None]
     rows = torch.arange(segment.num_visible)

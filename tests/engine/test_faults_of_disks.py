@@ -119,9 +119,9 @@ def cut(path: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "index flipped": lambda folder: flip(folder / "index-v1.log", 40),
-    "index cut": lambda folder: cut(folder / "index-v1.log"),
-    "index deleted": lambda folder: (folder / "index-v1.log").unlink(),
+    "index flipped": lambda folder: flip(folder / "index-v2.log", 40),
+    "index cut": lambda folder: cut(folder / "index-v2.log"),
+    "index deleted": lambda folder: (folder / "index-v2.log").unlink(),
     "segments flipped": flip_segments,
     "first segment cut": lambda folder: cut(min(folder.glob("segment-*"))),
     "first segment deleted": lambda folder: min(folder.glob("segment-*")).unlink(),

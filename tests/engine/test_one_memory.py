@@ -14,7 +14,7 @@ import torch
 from batching import ENDLESS, WAIT_S, engine_of, greedy
 from fakes import words
 from kvboost.core import MatchKind, Span
-from kvboost.engine.prefill import Terms, bring
+from kvboost.engine.prefill import Terms, prefetch
 from kvboost.models.pool import BlockPool
 from kvboost.models.rows import Rows
 
@@ -121,10 +121,10 @@ def test_what_was_loaded_for_a_request_stays_until_it_is_used(tmp_path: Path) ->
         engine.flush()
     with engine_of(disk_cache_dir=str(tmp_path)) as engine:
         parts = engine._parts
-        brought = bring(prompt, parts, Terms("exact"))
-        assert len(brought.held) == 16
+        prefetched = prefetch(prompt, parts, Terms("exact"))
+        assert len(prefetched.held) == 16
         parts.store.tiers.make_room(1 << 40)
-        assert all(map(parts.store.tiers.memory.holds, brought.held))
-        brought.release()
+        assert all(map(parts.store.tiers.memory.holds, prefetched.held))
+        prefetched.release()
         parts.store.tiers.make_room(1 << 40)
         assert parts.store.tiers.memory.stats().num_entries == 0

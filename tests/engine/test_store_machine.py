@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 from fakes import GEOMETRY, FakeModel, FakeSlots, FaultyDisk, FaultyTier, store_of, words
 from kvboost.config import make_options
 from kvboost.core import FrameKey, MatchKind, ReusePlan, Span
-from kvboost.engine.prefill import Terms, bring, keep, look_up, space_of
+from kvboost.engine.prefill import Terms, keep, look_up, prefetch, space_of
 from kvboost.reuse.place import assemble
 from kvboost.rope import move
 from kvboost.tiers.notes import read_epoch
@@ -117,12 +117,12 @@ class Stores(RuleBasedStateMachine):
         parts, store = process.parts, process.store
         tokens = [t for each in order for t in TEXTS[each]] + QUESTIONS[question]
         terms = Terms("auto", tenant)
-        brought = bring(tokens, parts, terms)
+        prefetched = prefetch(tokens, parts, terms)
         space, epoch = space_of(tenant, parts), store.epochs.of(tenant)
         slots = FakeSlots(len(tokens), seed=len(self.computed))
         plan = look_up(tokens, parts, terms)
         chunks = store.tiers.memory.get([match.key for match in plan.matches])
-        brought.release()
+        prefetched.release()
         plan = assemble(plan, tokens, slots, FakeModel(), store, space, chunks).plan
         known = self.computed.setdefault((tenant, epoch), [])
         fresh = fresh_rows(tokens)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from fake_serving import CharTokenizer
-from kvboost.engine.texts import MOST_PLACES, check_ids, tokens_of
+from kvboost.engine.texts import MOST_OCCURRENCES, check_ids, tokens_of
 from kvboost.errors import ConfigError
 
 
 def test_documents_may_not_stand_in_a_prompt_without_end() -> None:
-    text = "ab" * MOST_PLACES
+    text = "ab" * MOST_OCCURRENCES
     assert len(tokens_of(text, CharTokenizer(), ["a"])) == len(text)
     with pytest.raises(ConfigError, match="more than"):
         tokens_of(text + "a", CharTokenizer(), ["a"])

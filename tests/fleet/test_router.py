@@ -12,8 +12,8 @@ from ray.serve.request_router import PendingRequest, ReplicaID
 
 from kvboost.fleet.messages import Forwarded
 from kvboost.fleet.router import ReuseRouter
+from kvboost.routing.anchors import find
 from kvboost.routing.book import ALL_NAMES, Report
-from kvboost.routing.places import find
 from waiting import in_a_loop
 
 DEPLOYMENT = DeploymentID("EngineReplica", "kvboost")
@@ -174,7 +174,7 @@ async def test_an_old_report_that_comes_again_says_nothing_new() -> None:
 async def test_stats_that_are_no_report_are_passed_over() -> None:
     stand = Scene()
     stand.send(request(text(1)), 0)
-    stand.replicas[0].routing_stats = {"limit": "all", "places": 7}
+    stand.replicas[0].routing_stats = {"limit": "all", "anchors": 7}
     stand.router.update_replicas(stand.replicas)
     assert (await stand.names(request(text(1))))[0] == ["r0"]
 

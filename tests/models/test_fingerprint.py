@@ -15,8 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from kvboost.models.buffers import changed_buffers
 from kvboost.models.certify import measure_geometry
-from kvboost.models.fingerprint import COSMETIC, changed_buffers, fingerprint
+from kvboost.models.fingerprint import COSMETIC, fingerprint
 from kvboost.models.hf import HFModel
 from kvboost.models.numerics import numerics
 from tiny_models import SUPPORTED, build

@@ -91,7 +91,7 @@ def test_a_second_start_reads_no_tensor_and_a_changed_byte_is_found(
         num_hashed += 1
         return described(tensor, dtype)
 
-    monkeypatch.setattr("kvboost.models.identity.described", counted)
+    monkeypatch.setattr("kvboost.models.checkpoint.described", counted)
     assert found_in(folder).fingerprint == first.fingerprint and num_hashed == 0
     file = sorted(tmp_path.glob("*.safetensors"))[0]
     before = file.stat()

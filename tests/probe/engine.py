@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 BLOCK = 16  # words
 JITTER = 0.05  # of a time
+STALL_S = 1.0
 LEAST_S = 0.003  # of a request
 FACT = re.compile(r"access code of the (\w+) office is (\d+)")
 ASKED = re.compile(r"code of the (\w+) office[?]")
@@ -37,6 +38,8 @@ class Engine:
     part: str = "content"  # of a message that has the answer
     template: int = 0  # words in front of every prompt
     seed: int = 0
+    jitter: float = JITTER
+    stalls: float = 0.0  # share of requests that others on the machine hold up, for STALL_S
     num_requests: int = 0
     cached: dict[str, set[str]] = field(default_factory=dict)
     answers: dict[str, str] = field(default_factory=dict)  # by the beginning of a prompt
@@ -50,7 +53,9 @@ class Engine:
     def wait(self, seconds: float) -> None:
         """Let so much time pass, more or less."""
         with self.lock:
-            self.now += (LEAST_S + seconds) * self.chance.lognormvariate(0, JITTER)
+            self.now += (LEAST_S + seconds) * self.chance.lognormvariate(0, self.jitter)
+            if self.chance.random() < self.stalls:
+                self.now += self.chance.expovariate(1 / STALL_S)
 
     def restart(self) -> None:
         """As a process that comes back with what its disk holds."""

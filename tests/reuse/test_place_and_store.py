@@ -68,7 +68,7 @@ def test_a_frame_of_other_tokens_history_or_position_is_a_miss_and_discarded(
     chunks = dict(store.all.tiers.get([match.key for match in plan.matches]))
     second = plan.matches[1].key
     entry = replace(chunks[second].entry, **forged)
-    chunks[second] = SimpleNamespace(entry=entry, kv=chunks[second].kv, sensitivity=b"")
+    chunks[second] = SimpleNamespace(entry=entry, kv=chunks[second].kv)
     placed = assemble(plan, tokens, target, FakeModel(), store.all, SPACE, chunks)
     assert placed.plan.num_reused == 8 and placed.lost == (second,)
     assert store.metrics.snapshot()["damaged_frames"] == 1

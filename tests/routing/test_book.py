@@ -93,7 +93,7 @@ def test_a_book_knows_what_sets_know(
 def test_a_book_keeps_its_bound_and_knows_nothing_wrong(
     steps: list[tuple[str, str, list[int], int]], asked: list[int]
 ) -> None:
-    book, plain = Book(max_places=7), Plain()
+    book, plain = Book(max_anchors=7), Plain()
     for step in steps:
         take(book, *step)
         plain.step(*step)
@@ -104,7 +104,7 @@ def test_a_book_keeps_its_bound_and_knows_nothing_wrong(
 
 
 def test_the_oldest_names_leave_first() -> None:
-    book = Book(max_places=4)
+    book = Book(max_anchors=4)
     book.sent(array([1, 2, 3]), "a")
     book.sent(array([1]), "b")
     book.sent(array([4, 5]), "a")
@@ -114,13 +114,13 @@ def test_the_oldest_names_leave_first() -> None:
 
 
 def test_of_a_prompt_that_is_too_long_the_beginning_is_kept() -> None:
-    book = Book(max_places=4)
+    book = Book(max_anchors=4)
     book.sent(array(range(10)), "a")
     assert book.shares(array(range(10)), in_order=True) == {"a": 0.4}
 
 
 def test_a_report_does_not_push_out_what_was_sent() -> None:
-    book = Book(max_places=4)
+    book = Book(max_anchors=4)
     book.sent(array([100, 101, 102]), "a")
     book.reported("b", Report(ALL_NAMES, array([1, 2, 3])))
     assert book.shares(array([100, 101, 102]), in_order=True) == {"a": 1.0}
@@ -128,7 +128,7 @@ def test_a_report_does_not_push_out_what_was_sent() -> None:
 
 
 def test_memory_is_that_of_the_bound() -> None:
-    book = Book(max_places=5000)
+    book = Book(max_anchors=5000)
     for number in range(100):
         book.sent(array(range(1000 * number, 1000 * number + 1000)), f"r{number % 20}")
     assert len(book) == 5000
@@ -140,8 +140,8 @@ def test_reports_come_over_the_wire() -> None:
     back = Report.from_wire(report.to_wire())
     assert back is not None
     assert back.limit == report.limit
-    assert back.places.tolist() == report.places.tolist()
-    assert report.to_wire()["places"] == b"\2" + bytes(7) + b"\xff" * 7 + b"\x7f"
+    assert back.anchors.tolist() == report.anchors.tolist()
+    assert report.to_wire()["anchors"] == b"\2" + bytes(7) + b"\xff" * 7 + b"\x7f"
 
 
 @pytest.mark.parametrize(
@@ -151,12 +151,12 @@ def test_reports_come_over_the_wire() -> None:
         [],
         {},
         {"limit": 1},
-        {"limit": True, "places": b""},
-        {"limit": 2**64, "places": b""},
-        {"limit": -1, "places": b""},
-        {"limit": 1.0, "places": b""},
-        {"limit": 1, "places": b"1234567"},
-        {"limit": 1, "places": [1]},
+        {"limit": True, "anchors": b""},
+        {"limit": 2**64, "anchors": b""},
+        {"limit": -1, "anchors": b""},
+        {"limit": 1.0, "anchors": b""},
+        {"limit": 1, "anchors": b"1234567"},
+        {"limit": 1, "anchors": [1]},
     ],
 )
 def test_other_things_are_no_reports(wire: object) -> None:

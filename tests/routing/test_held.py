@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
+from kvboost.routing import anchors
 from kvboost.routing import held as held_module
-from kvboost.routing import places
 from kvboost.routing.book import ALL_NAMES
 from kvboost.routing.held import Held
 
@@ -37,14 +37,14 @@ def add_chain(held: Held, chunks: list[bytes], first: int = 0) -> None:
 
 
 def names_of(chunks: list[bytes]) -> set[int]:
-    return set(places.find(text_of_tokens(b"".join(chunks))).tolist())
+    return set(anchors.find(text_of_tokens(b"".join(chunks))).tolist())
 
 
 def reported(held: Held) -> set[int]:
-    return set(held.report().places.tolist())
+    return set(held.report().anchors.tolist())
 
 
-def test_chunks_that_follow_each_other_have_the_places_of_the_whole() -> None:
+def test_chunks_that_follow_each_other_have_the_anchors_of_the_whole() -> None:
     held = Held(text_of_tokens)
     chunks = tokens_of(1000, 0)
     add_chain(held, chunks)
@@ -92,14 +92,14 @@ def test_a_key_that_comes_back_is_read_again() -> None:
     assert reported(held) == names_of(other)
 
 
-def test_of_too_many_places_those_with_the_smallest_names_are_reported() -> None:
+def test_of_too_many_anchors_those_with_the_smallest_names_are_reported() -> None:
     chunks = tokens_of(2000, 6)
-    every, some = Held(text_of_tokens), Held(text_of_tokens, max_places=20)
+    every, some = Held(text_of_tokens), Held(text_of_tokens, max_anchors=20)
     for held in (every, some):
         add_chain(held, chunks)
     report = some.report()
-    assert report.places.tolist() == sorted(reported(every))[:20]
-    assert report.limit == report.places[-1]
+    assert report.anchors.tolist() == sorted(reported(every))[:20]
+    assert report.limit == report.anchors[-1]
 
 
 def test_each_chunk_is_read_once() -> None:

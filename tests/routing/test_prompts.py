@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.routing.places import SEPARATOR
+from kvboost.routing.anchors import SEPARATOR
 from kvboost.routing.prompts import text_of
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"b": 1, "a": "ü"}}}

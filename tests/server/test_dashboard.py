@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import make_dashboard
+from kvboost.connectors.vllm.counted import COUNTED, PREFIX
 from kvboost.server.metrics import METRICS
 
 BOARD: dict[str, Any] = json.loads(make_dashboard.DASHBOARD.read_text())
@@ -23,6 +24,8 @@ SERIES = {
         else [metric.name]
     )
 } | {"process_resident_memory_bytes": set()}
+SERIES |= {f"{PREFIX}{name}_total": set() for name in COUNTED}
+SERIES |= {f"vllm:{name}_total": set() for name in ("prompt_tokens", "prefix_cache_hits")}
 
 
 def test_the_file_is_what_the_script_writes() -> None:
@@ -55,7 +58,7 @@ def test_panels_lie_in_the_grid_and_not_on_each_other() -> None:
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_expressions_use_metrics_and_labels_that_exist(expression: str) -> None:
-    names = set(re.findall(r"\b(?:kvboost|process)_\w+", expression))
+    names = set(re.findall(r"(?<![\w:])(?:kvboost_|process_|vllm:)\w+", expression))
     assert names and names <= SERIES.keys()
     by = {
         label for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(", ")
@@ -63,13 +66,15 @@ def test_expressions_use_metrics_and_labels_that_exist(expression: str) -> None:
     known = set().union(*(SERIES[name] for name in names))
     selected = set(re.findall(r"(\w+)(?:=~|!=|=)\"", expression))
     assert by | selected <= known | {"le", "instance"}
-    for name, selector in re.findall(r"\b(kvboost_\w+)(\{[^}]*\})?", expression):
+    for name, selector in re.findall(r"\b((?:kvboost_|vllm:)\w+)(\{[^}]*\})?", expression):
         assert 'instance=~"$instance"' in selector, name
 
 
 def test_every_metric_is_on_the_board() -> None:
     shown = " ".join(EXPRESSIONS) + str(BOARD["templating"])
     assert [metric.name for metric in METRICS if metric.name not in shown] == []
+    counters = [f"{PREFIX}{name}_total" for name in COUNTED if name != "prompt_tokens"]
+    assert [name for name in counters if name not in shown] == []
 
 
 def test_all_of_it_is_known_to_the_models_of_grafana() -> None:

@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fakes import WordTokenizer, words
 from kvboost import KVBoost
-from kvboost.metrics import MOST_TENANTS, OTHER_TENANTS
-from kvboost.server.metrics import METRICS
+from kvboost.metrics import MOST_TENANTS, NAMES, OTHER_TENANTS
+from kvboost.server.metrics import METRICS, READINGS, Stats
 from kvboost.server.recent import MOST_GAPS, WINDOW_S, Recent
 from kvboost.server.telemetry import Telemetry
 from serving import FakeEngine, completion, failed, record
@@ -52,6 +52,28 @@ def test_every_metric_is_exported_as_it_is_described() -> None:
         for sample in family.samples:
             assert set(sample.labels) - {"le"} == set(metric.labels)
     assert all(name.startswith("process_") for name in families)
+
+
+class Watched(dict[str, Any]):
+    """A mapping that remembers what was read of it."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+
+def test_every_counter_of_the_engine_has_a_reading() -> None:
+    engine = FakeEngine()
+    cache = Watched(engine.cache_stats())
+    stats = Stats("smol", cache, engine.batch_stats())
+    for reading in READINGS:
+        assert list(reading.read(stats)), reading.metric.name
+    # The server counts requests itself; the other two are read for each tier.
+    assert set(NAMES) - cache.read == {"requests", "dropped_writes", "tier_faults"}
 
 
 def test_names_follow_the_rules_of_prometheus() -> None:

@@ -153,7 +153,7 @@ def test_damage_to_the_index_loses_only_the_damaged_records(folder: Folder) -> N
     tier = folder.open(4 * MIB)
     put(tier, *range(50))
     folder.close()
-    index = folder.path / "index-v1.log"
+    index = folder.path / "index-v2.log"
     records = bytearray(index.read_bytes())
     size = len(records) // 50
     records[10 * size + 5] ^= 255
@@ -171,7 +171,7 @@ def test_a_spoiled_index_is_an_empty_one(folder: Folder, damage: bytes | None) -
     tier = folder.open()
     put(tier, *range(10))
     folder.close()
-    index = folder.path / "index-v1.log"
+    index = folder.path / "index-v2.log"
     if damage is None:
         index.unlink()
     else:
@@ -338,10 +338,10 @@ for number, key in enumerate(keys):
 num_segments, before = len(list(Path(sys.argv[1]).glob("segment-*"))), status("RssAnon")
 frames = tier.get(keys)
 assert all(frames[key][-1] == number % 256 for number, key in enumerate(keys))
-maps = sum("segment-v1-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+maps = sum("segment-v2-" in line for line in Path("/proc/self/maps").read_text().splitlines())
 print(num_segments, maps, status("RssAnon") - before)
 del frames
-print(sum("segment-v1-" in line for line in Path("/proc/self/maps").read_text().splitlines()))
+print(sum("segment-v2-" in line for line in Path("/proc/self/maps").read_text().splitlines()))
 """
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
 import threading
+from dataclasses import fields
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes import random_frames
+from kvboost.config import Options
 from kvboost.errors import ConfigError, TierUnavailable
 from kvboost.tiers.base import Tier
 from kvboost.tiers.mooncake import MooncakeTier
 from kvboost.tiers.redis import RedisTier, _wire
+from kvboost.tiers.urls import SCHEMES
 
 
 @pytest.mark.parametrize(
@@ -37,6 +41,12 @@ def test_a_wrong_url_is_refused_with_the_reason(kind: type[Tier], url: str, reas
     with pytest.raises(ConfigError, match=reason) as caught:
         kind(url)
     assert "secretword" not in str(caught.value)
+
+
+def test_the_help_of_the_option_has_every_scheme() -> None:
+    texts = {each.name: each.metadata["help"] for each in fields(Options)}
+    shown = set(re.findall(r"(\w+)://", texts["cache_url"]))
+    assert shown == {*SCHEMES} - {"memory"}  # which is always there
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def opened(*below: Tier, **options: float) -> Iterator[ChunkStore]:
 
 def fetch(store: ChunkStore, keys: list[FrameKey]) -> dict[FrameKey, StoredChunk]:
     """As a request does it: first from shared tiers into memory, then all."""
-    store.bring(keys, store.tiers.patience())
+    store.prefetch(keys, store.tiers.patience())
     return store.tiers.get(keys)
 
 
@@ -67,7 +67,7 @@ def test_what_is_stored_goes_below_and_comes_up_elsewhere() -> None:
         assert first.tiers.flush(5)
         assert set(keys) <= set(shared.frames)
         assert second.index.get(keys[0]) is None
-        second.bring(keys, second.tiers.patience(), in_order=True)
+        second.prefetch(keys, second.tiers.patience(), in_order=True)
         assert all(second.tiers.memory.holds(key) for key in keys)
         assert second.index.get(keys[1]) == first.index.get(keys[1])
         assert second.metrics.snapshot()["loaded_chunks"] == 5
@@ -90,9 +90,9 @@ def test_asking_in_order_stops_at_the_first_gap() -> None:
         keys = keep(first, list(range(400)))
         first.tiers.flush(5)
         del shared.frames[keys[0]]
-        second.bring(keys, second.tiers.patience(), in_order=True)
+        second.prefetch(keys, second.tiers.patience(), in_order=True)
         assert len(second.index) == 0
-        second.bring(keys[1:], second.tiers.patience(), in_order=True)
+        second.prefetch(keys[1:], second.tiers.patience(), in_order=True)
         assert len(second.index) == len(keys) - 1
 
 
@@ -100,7 +100,7 @@ def test_of_a_prompt_that_memory_cannot_hold_the_beginning_is_loaded() -> None:
     shared = FaultyTier()
     keys = filled(shared, list(range(160)))
     with opened(shared, budget_bytes=10 * FRAME_BYTES) as store:
-        store.bring(keys, store.tiers.patience(), in_order=True)
+        store.prefetch(keys, store.tiers.patience(), in_order=True)
         held = [store.tiers.memory.holds(key) for key in keys]
         assert sum(held) >= 5 and held == sorted(held, reverse=True)
         assert len(store.index) == sum(held)
@@ -113,12 +113,12 @@ def test_text_of_others_is_found_by_its_words() -> None:
         first.tiers.flush(5)
         prompt = np.array([*range(50), *document, 5], dtype="<u4")
         assert not second.index.knows(prompt, SPACE)
-        second.bring_moved(prompt, SPACE, second.tiers.patience())
+        second.prefetch_moved(prompt, SPACE, second.tiers.patience())
         assert second.index.knows(prompt, SPACE)
         assert len(second.index) >= 4  # about one anchor in 32 tokens, each leads to a chunk
         other = namespace(b"model", "somebody else", None)
         third = store_of(below=[shared])
-        third.bring_moved(prompt, other, third.tiers.patience())
+        third.prefetch_moved(prompt, other, third.tiers.patience())
         assert len(third.index) == 0
         third.tiers.close()
 
@@ -198,7 +198,7 @@ def test_a_tier_that_is_slower_than_the_model_is_asked_for_a_batch_now_and_then(
         store.tiers.memory.discard(keys)
         disk.asked.clear()
         patience = store.tiers.patience(num_bytes, compute_s=0.5)
-        store.bring(keys, patience, in_order=True)
+        store.prefetch(keys, patience, in_order=True)
         return len(store.tiers.get(keys, patience)), len(disk.asked)
 
     with opened(disk) as store:
@@ -404,7 +404,7 @@ def test_eight_threads_load_and_store_within_the_budget() -> None:
         def work(seed: int) -> None:
             for step in range(40):
                 tokens = [(seed * step) % 17] * 24
-                store.bring(keys_of(tokens), store.tiers.patience(), in_order=True)
+                store.prefetch(keys_of(tokens), store.tiers.patience(), in_order=True)
                 keep(store, tokens)
                 assert store.tiers.memory.stats().size_bytes <= 10 * FRAME_BYTES
 
@@ -436,7 +436,7 @@ def test_a_request_waits_for_a_slow_tier_no_longer_than_the_deadline() -> None:
     slow = SlowTier()
     with opened(slow, deadline_s=0.2) as store:
         keys = derive(split(list(range(40)), SIZE), SPACE)
-        store.bring_prefix(keys, store.tiers.patience())
+        store.prefetch_prefix(keys, store.tiers.patience())
         assert slow.num_waits == 1  # and the notes were not asked for
 
 

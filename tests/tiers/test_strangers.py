@@ -108,14 +108,14 @@ class Liar:
         self.port = self._socket.getsockname()[1]
         self.num_sent = 0
         self.is_cut_off = threading.Event()
-        self._thread = threading.Thread(target=self._serve)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
         with suppress(OSError):
             while True:
                 client, _ = self._socket.accept()
-                threading.Thread(target=self._answer, args=(client,)).start()
+                threading.Thread(target=self._answer, args=(client,), daemon=True).start()
 
     def _answer(self, client: socket.socket) -> None:
         with suppress(OSError), client:

@@ -240,7 +240,6 @@ def follow(
     requests: Iterable[LoggedRequest],
     block_tokens: Sequence[int] = (),
     sizes: Sequence[float] = (),
-    max_names: int = MAX_NAMES,
 ) -> Findings:
     """Read all requests. Without `block_tokens`, the log's own block size is used."""
     findings = Findings()
@@ -248,7 +247,7 @@ def follow(
         if not findings.num_requests:
             has_pieces = batch[0].pieces is not None
             block_tokens = block_tokens or (batch[0].block_tokens,)
-            bound = max_names // (len(block_tokens) + has_pieces)
+            bound = MAX_NAMES // (len(block_tokens) + has_pieces)
             findings.prefix = {size: Curve(sizes, bound) for size in block_tokens}
             findings.content = Curve(sizes, bound) if has_pieces else None
         findings.num_requests += len(batch)

@@ -25,7 +25,7 @@ import numpy as np
 from kvboost.analyze.choices import ROUTINGS
 from kvboost.analyze.logs import LoggedRequest
 from kvboost.errors import ConfigError
-from kvboost.routing.book import MAX_PLACES, Book, Report
+from kvboost.routing.book import MAX_ANCHORS, Book, Report
 from kvboost.routing.choice import Policy, rank, two_choices
 
 RING_POINTS = 64  # of each replica, so that their parts of the ring are about equal
@@ -45,7 +45,7 @@ class Setup:
     hash_tokens: int = 1024  # how much of a prompt `prefix-hash` looks at
     policy: Policy = field(default_factory=Policy)
     num_routers: int = 1  # each with a book of its own; requests go to them by turns
-    book_names: int = MAX_PLACES  # that a router remembers
+    book_names: int = MAX_ANCHORS  # that a router remembers
     report_names: int = 1 << 14  # at most in one report of a replica
     report_every_s: float = math.inf  # inf: routers know only what they sent themselves
 
@@ -77,10 +77,10 @@ class FleetResult:
 
 
 def simulate(
-    requests: Iterable[LoggedRequest], setup: Setup, seed: int = 0, *, count_from_s: float = 0.0
+    requests: Iterable[LoggedRequest], setup: Setup, *, count_from_s: float = 0.0
 ) -> FleetResult:
     """Run requests, in order of time, through a fleet; those before `count_from_s` only warm it."""
-    fleet = Fleet(setup, seed)
+    fleet = Fleet(setup)
     waits = array("d")
     local = shared = computed = 0.0
     busy_s = dict.fromkeys(fleet.loads, 0.0)

@@ -23,7 +23,7 @@ from xxhash import xxh64_intdigest
 
 from kvboost.analyze.choices import BYTES_PER_TOKEN
 from kvboost.errors import ConfigError
-from kvboost.routing.places import SEPARATOR, located
+from kvboost.routing.anchors import SEPARATOR, located
 from kvboost.routing.prompts import text_of
 
 TRACE_BLOCK_TOKENS = 512  # of every hash trace that Mooncake published
@@ -251,7 +251,7 @@ def _time_s(entry: Mapping[str, Any]) -> float:
 
 
 def _cuts(text: bytes) -> list[int]:
-    """Where a text is cut into pieces: where its parts begin, and at its places."""
+    """Where a text is cut into pieces: where its parts begin, and at its anchors."""
     if not text:
         return [0]
     starts = [0]

@@ -28,9 +28,9 @@ def about(parser: argparse.ArgumentParser, text: str, *examples: str) -> None:
         parser.epilog = "\n".join(["examples:", *(f"  {each}" for each in examples)])
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
     """Flags for the model and how it is loaded."""
-    add_model_name(parser)
+    add_model_name(parser, is_required=is_required)
     _add(
         parser,
         "gguf_file",
@@ -47,14 +47,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_model_name(parser: argparse.ArgumentParser) -> None:
+def add_model_name(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
     """--model."""
     _add(
         parser,
         "model",
         "name, folder or GGUF file of the model",
         metavar="MODEL",
-        required=not os.environ.get("KVBOOST_MODEL"),
+        required=is_required and not os.environ.get("KVBOOST_MODEL"),
     )
 
 

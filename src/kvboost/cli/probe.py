@@ -145,14 +145,14 @@ def _once(options: argparse.Namespace) -> Report:
 
 
 def _write_metrics(file: Path, text: str) -> None:
-    """At once: others may read it at any moment."""
+    """Write the file atomically: others may read it at any moment."""
     made = file.with_name(f"{file.name}.new")
     made.write_text(text, encoding="utf-8")
     made.replace(file)
 
 
 def _gain(log: Path) -> Finding:
-    """What the requests of a log would reuse with all the memory there is."""
+    """What the requests of a log would reuse with unlimited memory."""
     from kvboost.analyze.curve import follow  # noqa: PLC0415
     from kvboost.analyze.logs import read  # noqa: PLC0415
     from kvboost.probe import Finding  # noqa: PLC0415

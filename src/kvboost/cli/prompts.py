@@ -43,7 +43,7 @@ def prompt_tokens(
 
 
 def tokens_before_question(engine: KVBoost, document: str, *, raw: bool) -> list[int]:
-    """What all prompts begin with whose first document is this one."""
+    """The tokens before the question in every prompt that begins with this document."""
     first, second = (
         prompt_tokens(engine, joined([document], question), [document], raw=raw)
         for question in ("A", "1")

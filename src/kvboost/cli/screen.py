@@ -20,7 +20,7 @@ COLOURS = {"exact": "green", "moved": "yellow", "miss": "bright_black"}
 
 
 def draw(stats: Figures, url: str, trouble: str = "") -> RenderableType:
-    """The whole view; `trouble` is why the figures are not those of this moment."""
+    """The whole view; `trouble` says why the figures are out of date."""
     requests = stats["requests"]
     title = Text.assemble(("kvboost", "bold"), f"  {url}  up {_age(requests['uptime_s'])}")
     return Group(
@@ -54,7 +54,7 @@ def _load(batch: Figures, requests: Figures) -> RenderableType:
 
 
 def _reuse(tokens: Figures) -> tuple[Text, Text]:
-    """A bar of what became of the prompts, and the same in words."""
+    """A bar of exact, moved and missed prompt tokens, and the same in words."""
     total = sum(tokens[kind] for kind in COLOURS)
     if not total:
         return Text("none in the last minute", "dim"), Text()

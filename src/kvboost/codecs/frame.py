@@ -1,4 +1,4 @@
-"""Frame v1: the bytes of one chunk as tiers store it, with all that identifies it.
+"""Frame v2: the bytes of one chunk as tiers store it, with all that identifies it.
 
 docs/concepts/frame-format.md is the same on a page. Nothing here allocates more than it was given,
 and nothing is trusted before its checksum was verified.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
 
-from kvboost.codecs.base import aligned
+from kvboost.codecs.base import aligned, stay
 from kvboost.codecs.slabs import Slabs
 from kvboost.core import (
     TOKEN_BYTES,
@@ -31,16 +31,16 @@ from kvboost.core import (
 from kvboost.errors import CacheError
 
 if TYPE_CHECKING:
-    from kvboost.codecs.base import KV, Codec
+    from kvboost.codecs.base import KV, Codec, Send
 
 MAGIC = b"KVBF"
-VERSION = 1
+VERSION = 2
 MAX_HOME = 2**31 - 1  # positions
-MAX_HEAD_BYTES = 1 << 20  # no head of an honest frame comes near it
+MAX_HEAD_BYTES = 1 << 20  # far above the head of any valid frame
 
-# magic, version, codec, provenance | bytes of head, geometry, tokens, sensitivity, anchors | home |
-# bytes of payload | key | parent (zeros: none) | namespace | checksums of payload and head
-_FIXED = struct.Struct("<4sHBBIIIIIIQ32s32s32sQQ")
+# magic, version, codec, provenance | bytes of head, geometry, tokens, anchors | home | bytes of
+# payload | key | parent (zeros: none) | namespace | checksums of payload and head
+_FIXED = struct.Struct("<4sHBBIIIIIQ32s32s32sQQ")
 _ANCHOR = struct.Struct("<IQ")  # offset in the chunk, hash
 _SEAL_AT = _FIXED.size - 8
 HEAD_BYTES = _FIXED.size  # that every head begins with
@@ -52,35 +52,28 @@ _slabs = Slabs()
 
 
 class FrameError(CacheError):
-    """Bytes that are not a frame of this version, or not any more."""
+    """Bytes that are not a valid frame of this version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a frame says of itself."""
+    """The head of a frame."""
 
     entry: Entry
     codec: int
     geometry: str
-    sensitivity: bytes  # a byte for each token, how much its K/V depends on its context; or empty
     anchors: tuple[Anchor, ...]
     payload: slice
     payload_sum: int
 
 
-def write(
-    entry: Entry,
-    kv: KV,
-    codec: Codec,
-    sensitivity: bytes = b"",
-    anchors: Iterable[Anchor] = (),
-) -> memoryview:
+def write(entry: Entry, kv: KV, codec: Codec, anchors: Iterable[Anchor] = ()) -> memoryview:
     """A frame in memory of its own; the caller may overwrite `kv` afterwards.
 
     The chunk is found at any position by its `anchors`.
     """
     words = b"".join(_ANCHOR.pack(*anchor) for anchor in anchors)
-    parts = (describe(codec.geometry).encode(), entry.tokens, sensitivity, words)
+    parts = (describe(codec.geometry).encode(), entry.tokens, words)
     head_bytes = aligned(_FIXED.size + sum(map(len, parts)))
     payload_bytes = codec.size(entry.num_tokens)
     frame = allocate(head_bytes + payload_bytes)
@@ -117,19 +110,17 @@ def read(source: memoryview) -> Head:
     if len(source) < _FIXED.size:
         raise FrameError(f"{len(source)} bytes are not a frame")
     fixed = _FIXED.unpack_from(source)
-    magic, version, codec, provenance, start, *sizes, home, payload_bytes = fixed[:11]
+    magic, version, codec, provenance, start, *sizes, home, payload_bytes = fixed[:10]
     if magic != MAGIC or version != VERSION:
         raise FrameError(f"not a frame of version {VERSION}")
     if start > min(len(source), MAX_HEAD_BYTES) or start != aligned(_FIXED.size + sum(sizes)):
         raise FrameError("the lengths of its parts do not add up")
-    key, parent, space, payload_sum, seal = fixed[11:]
+    key, parent, space, payload_sum, seal = fixed[10:]
     if _seal(source[:start]) != seal:
         raise FrameError("the checksum of its head is wrong")
-    geometry, tokens, sensitivity, words = _cut(source[_FIXED.size :], sizes)
-    is_ranked = len(sensitivity) * TOKEN_BYTES == len(tokens)
-    is_known = provenance < len(_PROVENANCES) and (is_ranked or not sensitivity)
+    geometry, tokens, words = _cut(source[_FIXED.size :], sizes)
     is_whole = len(tokens) % TOKEN_BYTES == 0 and len(words) % _ANCHOR.size == 0
-    if not is_known or not is_whole or not geometry.isascii():
+    if provenance >= len(_PROVENANCES) or not is_whole or not geometry.isascii():
         raise FrameError("a field has a value that this version does not know")
     num_tokens, anchors = len(tokens) // TOKEN_BYTES, tuple(_ANCHOR.iter_unpack(words))
     is_sane = num_tokens > 0 and len(anchors) <= num_tokens and home <= MAX_HOME
@@ -150,7 +141,6 @@ def read(source: memoryview) -> Head:
         entry=entry,
         codec=codec,
         geometry=geometry.decode("ascii"),
-        sensitivity=sensitivity,
         anchors=anchors,
         payload=payload,
         payload_sum=payload_sum,
@@ -172,8 +162,8 @@ def check(source: memoryview, key: FrameKey) -> Head:
     return head
 
 
-def decode(source: memoryview, head: Head, codec: Codec) -> KV:
-    """The K/V of a frame, possibly as views of it.
+def decode(source: memoryview, head: Head, codec: Codec, send: Send = stay) -> KV:
+    """The K/V of a frame, possibly as views of it; decoded where `send` brings its bytes.
 
     Raises:
         FrameError: it is of another codec or geometry, or not whole.
@@ -181,7 +171,7 @@ def decode(source: memoryview, head: Head, codec: Codec) -> KV:
     check_codec(head, codec)
     if len(source) < head.payload.stop:
         raise FrameError(f"it has {len(source)} bytes instead of {head.payload.stop}")
-    return codec.decode(source[head.payload], head.entry.num_tokens)
+    return codec.decode(source[head.payload], head.entry.num_tokens, send)
 
 
 def check_codec(head: Head, codec: Codec) -> None:
@@ -198,13 +188,13 @@ def check_codec(head: Head, codec: Codec) -> None:
 
 
 def owner_of(frame: memoryview) -> Owner:
-    """Whose a frame is, without checking it."""
+    """The owner of a frame, unchecked."""
     return Owner(bytes(frame[OWNER_AT : OWNER_AT + OWNER_BYTES]))
 
 
 def size_of(head: memoryview) -> int:
-    """Bytes of a frame by the beginning of its head, without checking it."""
-    _, _, _, _, head_bytes, *_, payload_bytes = _FIXED.unpack_from(head)[:11]
+    """Size of a frame, from the beginning of its head, unchecked."""
+    _, _, _, _, head_bytes, *_, payload_bytes = _FIXED.unpack_from(head)[:10]
     return int(head_bytes + payload_bytes)
 
 
@@ -222,7 +212,7 @@ def describe(geometry: KVGeometry) -> str:
 
 
 def _seal(head: memoryview) -> int:
-    """Checksum of a head but for itself, and with it of the payload's checksum."""
+    """Checksum of a head without this field, the payload's checksum included."""
     return xxh3_64_intdigest(head[_FIXED.size :], xxh3_64_intdigest(head[:_SEAL_AT]))
 
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from kvboost.codecs.base import Codec, aligned
+from kvboost.codecs.base import Codec, aligned, stay
 
 if TYPE_CHECKING:
-    from kvboost.codecs.base import KV
+    from kvboost.codecs.base import KV, Send
     from kvboost.core import KVGeometry
 
 TOKENS, DIMS = 2, 3  # axes of [planes, heads, tokens, head_dim]
@@ -38,7 +38,7 @@ class Grouping:
     has_origin: bool
 
     def cut(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Views with one axis more: all full groups, and the one that is left over."""
+        """Views with one more axis: all full groups, and the rest."""
         num_full = rows.shape[self.axis] // self.size
         full, rest = rows.tensor_split([num_full * self.size], self.axis)
         shape = (*full.shape[: self.axis], num_full, self.size, *full.shape[self.axis + 1 :])
@@ -64,7 +64,7 @@ class Strip:
 
 
 class KiviCodec(Codec):
-    """What the two widths have in common."""
+    """Common code of the two widths."""
 
     codes: ClassVar[tuple[int, int]]  # the lowest and the highest
     keys: ClassVar[Grouping]
@@ -94,13 +94,14 @@ class KiviCodec(Codec):
                 self._quantise(piece, target, grouping)
             self._pack(exact, packed)
 
-    def decode(self, payload: memoryview, num_tokens: int) -> KV:
+    def decode(self, payload: memoryview, num_tokens: int, send: Send = stay) -> KV:
         """New tensors: the codes, then in place what they stand for."""
-        kv = [
-            torch.empty((len(g.planes), g.heads, num_tokens, g.head_dim), dtype=self._dtype)
-            for g in self.geometry.groups
-        ]
-        for strip, parameters, packed in self._sections(payload, num_tokens):
+        kv: list[torch.Tensor] = []
+        for strip, parameters, packed in self._sections(payload, num_tokens, send):
+            group = self.geometry.groups[strip.group]
+            if strip.group == len(kv):  # its first strip
+                shape = len(group.planes), group.heads, num_tokens, group.head_dim
+                kv.append(parameters.new_empty(shape))
             rows, grouping = kv[strip.group][strip.planes], strip.grouping
             rows.copy_(self._unpack(packed, rows.shape))
             stored = grouping.cut_parameters(parameters, rows.shape[grouping.axis])
@@ -128,18 +129,18 @@ class KiviCodec(Codec):
         piece.div_(step).round_().clamp_(lowest, highest)
 
     def _sections(
-        self, payload: memoryview, num_tokens: int
+        self, payload: memoryview, num_tokens: int, send: Send = stay
     ) -> Iterator[tuple[Strip, torch.Tensor, torch.Tensor]]:
         """Each strip with views of its parameters and of its codes' bytes."""
         whole = torch.frombuffer(payload, dtype=torch.uint8)
         cursor = 0
         for strip in self._strips:
             shape, num_bytes = self._sizes(strip, num_tokens)
-            stop = cursor + math.prod(shape) * self.geometry.itemsize
-            parameters = whole[cursor:stop].view(self._dtype).view(shape)
-            cursor += aligned(stop - cursor)
-            yield strip, parameters, whole[cursor : cursor + num_bytes]
-            cursor += aligned(num_bytes)
+            size = math.prod(shape) * self.geometry.itemsize
+            start = aligned(size)  # of the codes
+            section = send(whole[cursor : cursor + start + num_bytes], strip.group)
+            yield strip, section[:size].view(self._dtype).view(shape), section[start:]
+            cursor += start + aligned(num_bytes)
 
     def _sizes(self, strip: Strip, num_tokens: int) -> tuple[tuple[int, ...], int]:
         """Shape of a strip's parameters, bytes of its codes."""
@@ -197,7 +198,7 @@ class Int4Codec(KiviCodec):
         packed[: len(second)] |= second << 4
 
     def _unpack(self, packed: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        codes = torch.empty(2 * len(packed), dtype=torch.uint8)
+        codes = packed.new_empty(2 * len(packed))
         torch.bitwise_and(packed, 15, out=codes[: len(packed)])
         torch.bitwise_right_shift(packed, 4, out=codes[len(packed) :])
         return codes[: shape.numel()].view(shape)
@@ -206,7 +207,7 @@ class Int4Codec(KiviCodec):
 def _dequantise(
     piece: torch.Tensor, step: torch.Tensor, origin: torch.Tensor | None = None
 ) -> None:
-    """Replace codes by what they stand for, in place."""
+    """Replace codes by the numbers they stand for, in place."""
     if origin is None:
         piece.mul_(step)
     elif step.shape[-1] == 1:  # addcmul is not vectorised where two operands are spread
@@ -218,18 +219,18 @@ def _dequantise(
 def _strips(geometry: KVGeometry, keys: Grouping, values: Grouping) -> Iterator[Strip]:
     for number, group in enumerate(geometry.groups):
         for parity, grouping in enumerate((keys, values)):
-            places = [place for place, p in enumerate(group.planes) if p % 2 == parity]
-            for planes in _slices(places):
+            indices = [index for index, p in enumerate(group.planes) if p % 2 == parity]
+            for planes in _slices(indices):
                 shape = (len(range(len(group.planes))[planes]), group.heads, group.head_dim)
                 yield Strip(number, planes, shape, grouping)
 
 
-def _slices(places: list[int]) -> Iterator[slice]:
+def _slices(indices: list[int]) -> Iterator[slice]:
     """Ascending numbers as few evenly spaced slices: one for all models that are known."""
-    while places:
-        pace = places[1] - places[0] if len(places) > 1 else 1
+    while indices:
+        pace = indices[1] - indices[0] if len(indices) > 1 else 1
         count = next(
-            (i for i, place in enumerate(places) if place != places[0] + i * pace), len(places)
+            (i for i, index in enumerate(indices) if index != indices[0] + i * pace), len(indices)
         )
-        yield slice(places[0], places[count - 1] + 1, pace)
-        places = places[count:]
+        yield slice(indices[0], indices[count - 1] + 1, pace)
+        indices = indices[count:]

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvboost.codecs.base import Codec
+from kvboost.codecs.base import Codec, stay
 
 if TYPE_CHECKING:
-    from kvboost.codecs.base import KV
+    from kvboost.codecs.base import KV, Send
 
 
 class RawCodec(Codec):
@@ -27,14 +27,14 @@ class RawCodec(Codec):
         for target, source in zip(self.decode(payload, kv[0].shape[2]), kv, strict=True):
             target.copy_(source)
 
-    def decode(self, payload: memoryview, num_tokens: int) -> KV:
-        """Views of the payload, no copy."""
+    def decode(self, payload: memoryview, num_tokens: int, send: Send = stay) -> KV:
+        """Views of the payload, no copy but by `send`."""
         whole = torch.frombuffer(payload, dtype=torch.uint8)
         dtype: torch.dtype = getattr(torch, self.geometry.dtype)
         views, cursor = [], 0
-        for group in self.geometry.groups:
+        for number, group in enumerate(self.geometry.groups):
             shape = (len(group.planes), group.heads, num_tokens, group.head_dim)
             size = math.prod(shape) * self.geometry.itemsize
-            views.append(whole[cursor : cursor + size].view(dtype).view(shape))
+            views.append(send(whole[cursor : cursor + size], number).view(dtype).view(shape))
             cursor += size
         return views

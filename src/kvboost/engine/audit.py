@@ -10,7 +10,7 @@ import torch
 
 from kvboost.build import Parts
 from kvboost.config import EXACT_BITS
-from kvboost.engine.prefill import Brought, Prefilled, Terms, look_up, prefill
+from kvboost.engine.prefill import Prefetched, Prefilled, Terms, look_up, prefill
 from kvboost.engine.request import Request
 from kvboost.engine.verify import compare
 from kvboost.models.rows import Rows
@@ -27,7 +27,7 @@ class Audit:
 
     tokens: list[int]
     answer: list[int]
-    logits: torch.Tensor  # from which the answer was chosen, with reuse
+    logits: torch.Tensor  # of the answer, with reuse
     num_reused: int
     terms: Terms
 
@@ -35,7 +35,7 @@ class Audit:
 def prepare_audit(
     request: Request, parts: Parts, prefilled: Prefilled, terms: Terms, answer: list[int]
 ) -> Audit | None:
-    """The audit of a request that reused moved K/V, if the guardrail wants one."""
+    """The audit of a request that reused moved K/V, if the guardrail asks for one."""
     rows = prefilled.rows
     if rows.length < len(request.tokens) or not answer:
         return None
@@ -112,8 +112,8 @@ def _full_logits(
     everything, first = audit.tokens + audit.answer[:-1], len(audit.tokens) - 1
     tenant, num_rows = audit.terms.tenant, len(everything)
     if continues:
-        at_hand, terms = Brought(parts.store.tiers.memory), Terms("exact", tenant)
-        begun = prefill(everything[:first], parts, terms, capacity=num_rows, brought=at_hand)
+        at_hand, terms = Prefetched(parts.store.tiers.memory), Terms("exact", tenant)
+        begun = prefill(everything[:first], parts, terms, capacity=num_rows, prefetched=at_hand)
         rest = range(begun.pending[0], num_rows)
         tokens, num_wanted = everything[rest.start :], len(audit.answer)
         computed = parts.model.forward(begun.rows, tokens, rest, num_logits=num_wanted)

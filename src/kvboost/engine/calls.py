@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvboost.build import Parts
 from kvboost.core import ReuseMode
 from kvboost.engine.contents import Contents
-from kvboost.engine.prefill import Terms, bring
+from kvboost.engine.prefill import Terms, prefetch
 from kvboost.engine.request import DocumentOrder, Request, check_arguments, chosen_reuse
 from kvboost.engine.results import GenerationMode
 from kvboost.engine.texts import check_ids, tokens_of
@@ -69,7 +69,7 @@ class Calls:
             return request
         parts, terms = self._parts.under(request.adapter), Terms(request.reuse, request.tenant)
         try:
-            loading = self._loader.submit(bring, request.tokens, parts, terms)
+            loading = self._loader.submit(prefetch, request.tokens, parts, terms)
         except RuntimeError:
             raise KVBoostError("the engine is closed") from None
         return replace(request, loading=loading)

@@ -12,7 +12,7 @@ import numpy as np
 from kvboost.build import Parts
 from kvboost.core import FrameKey, ReuseMode
 from kvboost.engine.arrangement import Arrangement
-from kvboost.engine.prefill import Terms, bring, look_up, named_chunks, pin, space_of
+from kvboost.engine.prefill import Terms, look_up, named_chunks, pin, prefetch, space_of
 from kvboost.engine.request import DocumentOrder
 from kvboost.errors import ConfigError
 
@@ -62,7 +62,7 @@ class Contents:
     def arrangement(
         self, order: DocumentOrder, tenant: str, adapter: str | None
     ) -> Arrangement | None:
-        """What arranges a prompt's documents, if their order may change."""
+        """The arrangement of a prompt's documents, if their order may change."""
         if order == "given":
             return None
         if order != "any":
@@ -97,7 +97,7 @@ class Contents:
         return Deletion(num_deleted, tuple(store.tiers.not_erased(ERASING_S)))
 
     def _delete_text(self, tokens: list[int], tenant: str, parts: Parts) -> int:
-        bring(tokens, parts, Terms("auto", tenant)).release()  # shared tiers may have more of it
+        prefetch(tokens, parts, Terms("auto", tenant)).release()  # shared tiers may have more of it
         index = parts.store.index
         chunks, keys, space = named_chunks(tokens, parts, tenant)
         wanted: set[FrameKey] = {key.prefix for key in keys}
@@ -110,6 +110,6 @@ class Contents:
         return parts.store.delete(wanted)
 
     def _entries(self, tenant: str, limit: int) -> Iterator[Entry]:
-        """Those of a tenant under one adapter after the other, of each at most `limit`."""
+        """A tenant's entries, adapter by adapter, at most `limit` of each."""
         for parts in self._parts.variants:
             yield from parts.store.index.entries(space_of(tenant, parts), limit)

@@ -65,7 +65,7 @@ class GuestGeneration:
         call = greenlet(partial(self._call, model, watch, rows, pending, corrected), batch)
         try:
             while True:
-                with torch.no_grad():  # whichever call ends first restores what it found
+                with torch.no_grad():  # calls restore the previous state, in any order
                     model.adapters.use(model.adapter)
                     sequences = call.switch()
                 if call.dead:
@@ -139,7 +139,7 @@ class GuestGeneration:
         return sequences
 
     def _finish_reason(self, output: list[int], model: HFModel) -> FinishReason:
-        """By the tokens and the text: Transformers does not say why it stopped."""
+        """Derived from tokens and text: Transformers does not say why it stopped."""
         arguments = self._request.arguments
         stops = model.setting("stop_strings", arguments) or ()
         is_stopped = not model.end_tokens(arguments).isdisjoint(output) or any(
@@ -174,7 +174,7 @@ class _Streamer:
 
 
 def sampling_of(arguments: Mapping[str, Any], model: HFModel) -> Sampling | None:
-    """The sampling of the batch that does the same as these arguments; None if there is none."""
+    """The batch's sampling equivalent to these arguments; None if there is none."""
     if set(arguments) - set(APPLIED) or model.special_settings() - set(APPLIED):
         return None
     values = {name: model.setting(name, dict(arguments)) for name in APPLIED}

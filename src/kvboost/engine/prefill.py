@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Chunks: TypeAlias = dict[FrameKey, StoredChunk]
 
 
-class Brought:
+class Prefetched:
     """Chunks that are held in memory for a request until its rows are filled."""
 
     def __init__(self, memory: MemoryTier) -> None:
@@ -80,7 +80,7 @@ class Decision:
     capacity: int  # most tokens of the sequence
     started_at: float
     lookup_ms: float
-    num_shared: int = 0  # tokens at the start whose rows another request shares
+    num_shared: int = 0  # tokens at the start in rows shared with another request
 
     def on_shared(self, chunks: Sequence[Chunk], keys: Sequence[ChunkKeys], num: int) -> Decision:
         """The same with the first `num` tokens taken from rows that another request has."""
@@ -102,7 +102,7 @@ class Prefilled:
     plan: ReusePlan
     pending: Sequence[int]
     repaired: Sequence[int]
-    corrected: Sequence[Span]  # moved text whose other rows the pending ones correct
+    corrected: Sequence[Span]  # moved text, whose rows between the pending ones are corrected
     dropped: tuple[Span, ...]
     work: Work
     started_at: float
@@ -123,14 +123,14 @@ def prefill(
     terms: Terms,
     *,
     capacity: int,
-    brought: Brought | None = None,
+    prefetched: Prefetched | None = None,
 ) -> Prefilled:
     """Fill the K/V of `tokens`, computing only what the store cannot supply.
 
-    `capacity` is what the sequence may grow to, `brought` what `bring` returned.
+    `capacity` is what the sequence may grow to, `prefetched` what `prefetch` returned.
     """
     decision = decide(tokens, parts, terms, capacity=capacity)
-    return fill(decision, tokens, parts, terms, capacity, brought)
+    return fill(decision, tokens, parts, terms, capacity, prefetched)
 
 
 def room_for(num_rows: int, capacity: int, parts: Parts, prefix: Sequence[Run] = ()) -> Rows:
@@ -145,7 +145,7 @@ def room_for(num_rows: int, capacity: int, parts: Parts, prefix: Sequence[Run] =
 
 
 def decide(tokens: Sequence[int], parts: Parts, terms: Terms, *, capacity: int) -> Decision:
-    """Choose what to reuse of what the store holds."""
+    """Choose which stored K/V to reuse."""
     started = time.perf_counter()
     is_alone = parts.model.is_alone(capacity)
     found = ReusePlan(len(tokens)) if is_alone else look_up(tokens, parts, terms)
@@ -160,22 +160,22 @@ def fill(
     parts: Parts,
     terms: Terms,
     num_rows: int,
-    brought: Brought | None = None,
+    prefetched: Prefetched | None = None,
     live: Sequence[Run] = (),
 ) -> Prefilled:
     """Place what is reused, choose what of it to repair, and compute all but the last piece.
 
     There is room for `num_rows` afterwards. An exact prefix in the pool is shared, the rest is
     copied. `live` are rows of another request, for the first `num_shared` tokens of the decision.
-    With `brought`, which is released, no tier below memory is waited for here.
+    With `prefetched`, which is released, no tier below memory is waited for here.
     """
     started = time.perf_counter()
     model, reused, store = parts.model, decision.plan, parts.store
     space = space_of(terms.tenant, parts)
     keys = list(dict.fromkeys(m.key for m in reused.after(decision.num_shared).matches))
-    chunks = store.tiers.get(keys) if brought is None else store.tiers.memory.get(keys)
-    if brought is not None:
-        brought.release()
+    chunks = store.tiers.get(keys) if prefetched is None else store.tiers.memory.get(keys)
+    if prefetched is not None:
+        prefetched.release()
     prefix = live or (
         [] if decision.is_alone else _stored_prefix(tokens, reused, chunks, space, parts)
     )
@@ -188,7 +188,7 @@ def fill(
     shared = (m for m in reused.matches if m.span.stop <= rows.num_shared)
     plan = ReusePlan(len(tokens), (*shared, *placed.plan.matches))
     repair = parts.repairs[terms.ratio]
-    repaired = repair.select(plan, Probe(model, rows, tokens, plan, placed.sensitivities))
+    repaired = repair.select(plan, Probe(model, rows, tokens, plan))
     selected_at = time.perf_counter()
     pieces = None if decision.is_alone else parts.piece_tokens
     pending = forward(model, rows, tokens, plan.live, repaired, pieces)
@@ -229,31 +229,31 @@ def _stored_prefix(
     return rows if num_rows >= LEAST_SHARED else []
 
 
-def bring(tokens: Sequence[int], parts: Parts, terms: Terms) -> Brought:
-    """Load what tiers below memory have of `tokens`, while a request is queued.
+def prefetch(tokens: Sequence[int], parts: Parts, terms: Terms) -> Prefetched:
+    """Load the chunks of `tokens` from tiers below memory, while a request is queued.
 
     No tier is waited for much longer than the model would take to compute the same.
     """
     store = parts.store
-    brought = Brought(store.tiers.memory)
+    prefetched = Prefetched(store.tiers.memory)
     if not store.tiers.is_deep:
-        return brought
+        return prefetched
     compute_s = parts.cost.predict(Work.of(len(tokens), len(tokens), 0))
     patience = store.tiers.patience(store.codec.size(len(tokens)), compute_s)
     if store.tiers.is_shared:
         store.refresh(terms.tenant, patience)
         chunks, keys, space = named_chunks(tokens, parts, terms.tenant)
-        store.bring_prefix(keys, patience)
+        store.prefetch_prefix(keys, patience)
         if terms.reuse == "auto":
             known = find(chunks, keys, store.index).num_reused
-            store.bring_moved(np.asarray(tokens[known:], dtype="<u4"), space, patience)
+            store.prefetch_moved(np.asarray(tokens[known:], dtype="<u4"), space, patience)
     found = look_up(tokens, parts, terms).matches
-    store.tiers.get(list(dict.fromkeys(match.key for match in found)), patience, brought.held)
-    return brought
+    store.tiers.get(list(dict.fromkeys(match.key for match in found)), patience, prefetched.held)
+    return prefetched
 
 
 def look_up(tokens: Sequence[int], parts: Parts, terms: Terms) -> ReusePlan:
-    """What the store holds of `tokens`: the exact prefix and, if allowed, moved text."""
+    """The stored K/V of `tokens`: the exact prefix and, if allowed, moved text."""
     if terms.reuse == "off":
         return ReusePlan(len(tokens))
     parts.store.settle()
@@ -279,14 +279,14 @@ def worthwhile(found: ReusePlan, parts: Parts, terms: Terms) -> ReusePlan:
 
 
 def dropped(found: ReusePlan, wanted: ReusePlan) -> tuple[Span, ...]:
-    """What was found and is not wanted: all that is moved, or nothing."""
+    """Spans found but not wanted: all moved ones, or none."""
     if wanted is found:
         return ()
     return tuple(match.span for match in found.matches if match.kind is MatchKind.MOVED)
 
 
 def repaired_rows(plan: ReusePlan, parts: Parts, terms: Terms) -> int:
-    """About how many moved rows will be computed again."""
+    """Estimate of the moved rows that repair will compute."""
     return parts.repairs[terms.ratio].expected_rows(plan)
 
 
@@ -302,14 +302,7 @@ def complete(prefilled: Prefilled, tokens: Sequence[int], parts: Parts) -> torch
     return parts.model.forward(prefilled.rows, rest, prefilled.pending, corrected=corrected)
 
 
-def keep(
-    prefilled: Prefilled,
-    tokens: Sequence[int],
-    parts: Parts,
-    *,
-    tenant: str,
-    sensitivities: bytes = b"",
-) -> None:
+def keep(prefilled: Prefilled, tokens: Sequence[int], parts: Parts, *, tenant: str) -> None:
     """Store the computed K/V of `tokens`, which are the first of its rows.
 
     K/V before the first moved row is exact. The live spans after it are stored as approximate, up
@@ -323,16 +316,12 @@ def keep(
     space = prefilled.space
     if exact:
         chunks = _split(exact, parts)
-        commit(rows, chunks, derive(chunks, space), space, parts.store, sensitivities)
+        commit(rows, chunks, derive(chunks, space), space, parts.store)
     if rows.exact_stop < len(tokens):
-        _keep_approximate(prefilled, tokens, parts)
+        for live, names in approximate_chunks(prefilled, tokens, parts):
+            commit_approximate(rows, live, names, space, parts.store)
     if space != space_of(tenant, parts):  # deleted meanwhile
         parts.store.delete(parts.store.index.owned_by([Owner(space[:OWNER_BYTES])]))
-
-
-def _keep_approximate(prefilled: Prefilled, tokens: Sequence[int], parts: Parts) -> None:
-    for chunks, keys in approximate_chunks(prefilled, tokens, parts):
-        commit_approximate(prefilled.rows, chunks, keys, prefilled.space, parts.store)
 
 
 def approximate_chunks(

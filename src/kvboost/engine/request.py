@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 from kvboost.build import Parts
 from kvboost.config import check_reuse, option_names
 from kvboost.core import ReuseMode
-from kvboost.engine.prefill import Brought, Terms
+from kvboost.engine.prefill import Prefetched, Terms
 from kvboost.engine.results import GenerationMode
 from kvboost.errors import ConfigError
 from kvboost.models.adapters import Adapter
@@ -47,13 +47,13 @@ class Request:
     arguments: dict[str, Any]  # for Transformers' generate()
     started_at: float = field(default_factory=time.perf_counter)
     ready_at: float = field(default_factory=time.perf_counter)  # when its tokens were there
-    loading: Future[Brought] | None = None  # of what tiers below memory have of the prompt
+    loading: Future[Prefetched] | None = None  # the prompt's chunks in tiers below memory
     cancelled: threading.Event = field(default_factory=threading.Event)
     document_order: tuple[int, ...] = ()  # of arranged documents
 
     @property
-    def brought(self) -> Brought | None:
-        """What was loaded for it; None: nothing was asked for, or that failed."""
+    def brought(self) -> Prefetched | None:
+        """What was loaded for it; None if nothing was requested or loading failed."""
         if self.loading is None:
             return None
         try:
@@ -146,7 +146,7 @@ def _decide_sampling(arguments: dict[str, Any]) -> None:
 def chosen_reuse(
     mode: GenerationMode | None, reuse: ReuseMode | None, default: ReuseMode
 ) -> ReuseMode:
-    """What a request may reuse, by either of the two names for it."""
+    """The reuse mode, given under either of its two names."""
     if mode is not None and reuse is not None:
         raise ConfigError(f"mode={mode} and reuse={reuse!r} mean the same: give one")
     return check_reuse((mode.reuse if mode is not None else reuse) or default)

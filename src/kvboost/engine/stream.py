@@ -13,7 +13,7 @@ from kvboost.engine.results import GenerationResult
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OPEN = "�"  # what tokenizers make of bytes that are no whole character yet
+OPEN = "�"  # tokenizers' output for an incomplete character
 MOST_OPEN = 64  # tokens; a character has four bytes at most, so these will never be one
 
 Event = str | GenerationResult | BaseException

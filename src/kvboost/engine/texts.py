@@ -37,7 +37,7 @@ Whoever looks for an answer should read the page that speaks of it, and check it
 """
 
 
-MOST_PLACES = 4096  # of documents in a prompt: each is tokenized by itself
+MOST_OCCURRENCES = 4096  # of documents in a prompt: each is tokenized by itself
 
 
 def tokens_of(
@@ -153,23 +153,25 @@ def _tokens_of_text(
 
 
 def _cut_at(text: str, documents: Sequence[str]) -> list[tuple[str, int | None]]:
-    """The text in pieces, each document a piece of its own with its number."""
+    """The text cut at its documents: pieces, each with its document's number or None."""
     if isinstance(documents, str):
         raise ConfigError("documents is one text: expected a list of texts")
-    places: list[tuple[int, int, int]] = []
+    found: list[tuple[int, int, int]] = []
     for count, document in enumerate(documents):
-        place = text.find(document)
-        if not document or place < 0:
+        at = text.find(document)
+        if not document or at < 0:
             fault = "is not part of the prompt" if document else "is empty"
             raise ConfigError(f"documents[{count}] {fault}")
-        while place >= 0:
-            if len(places) == MOST_PLACES:
-                raise ConfigError(f"documents occur more than {MOST_PLACES} times in the prompt")
-            places.append((place, place + len(document), count))
-            place = text.find(document, place + len(document))
+        while at >= 0:
+            if len(found) == MOST_OCCURRENCES:
+                raise ConfigError(
+                    f"documents occur more than {MOST_OCCURRENCES} times in the prompt"
+                )
+            found.append((at, at + len(document), count))
+            at = text.find(document, at + len(document))
     pieces: list[tuple[str, int | None]] = []
     cursor = 0
-    for start, stop, count in sorted(places):
+    for start, stop, count in sorted(found):
         if start >= cursor:
             pieces += [(text[cursor:start], None), (text[start:stop], count)]
             cursor = stop

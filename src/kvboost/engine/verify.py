@@ -94,7 +94,7 @@ def verify(
 def verify_moved(
     prompts: Sequence[list[int]], answers: Sequence[list[int]], parts: Parts
 ) -> CorrectnessReport:
-    """Compare each answer on what the prompts before it left in the store with a full one.
+    """Compare each answer on K/V stored by the prompts before it with a full prefill's.
 
     Prompts that take nothing moved from earlier ones are left out of the report.
     """
@@ -141,7 +141,7 @@ def answer_logits(
 def compare(
     fresh: torch.Tensor, reused: torch.Tensor, num_tokens: int, num_cached: int
 ) -> PromptCheck:
-    """How far the logits of an answer with reuse are from those without."""
+    """The distance between an answer's logits with and without reuse."""
     p, q = fresh.log_softmax(-1), reused.log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1).clamp_min(0)
     same = fresh.argmax(-1) == reused.argmax(-1)

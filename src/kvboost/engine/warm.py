@@ -10,14 +10,12 @@ from functools import partial
 from tqdm.auto import tqdm
 
 from kvboost.build import Parts
-from kvboost.engine.prefill import Brought, Terms, bring, keep, pin, prefill
+from kvboost.engine.prefill import Prefetched, Terms, keep, pin, prefetch, prefill
 from kvboost.engine.results import WarmResult
 from kvboost.engine.texts import check_ids
 from kvboost.engine.worker import Worker
 from kvboost.errors import ConfigError
 from kvboost.models.adapters import Adapter
-from kvboost.models.probe import context_sensitivity, reordered
-from kvboost.models.rows import Rows
 
 MANY_TEXTS = 8  # from here on progress is shown, on a terminal
 FEW_TOKENS, MANY_TOKENS = 128, 1024  # per step, beside running requests or alone
@@ -64,9 +62,9 @@ class Warming:
         return WarmResult(len(texts), sum(map(len, texts)), num_computed, num_pinned, total_ms)
 
     def _warm(self, text: list[int], before: list[int], tenant: str, parts: Parts) -> int:
-        brought = bring(before + text, parts, Terms("exact", tenant))
+        prefetched = prefetch(before + text, parts, Terms("exact", tenant))
         steps = warming(
-            text, parts, before=before, tenant=tenant, at_once=self._at_once, brought=brought
+            text, parts, before=before, tenant=tenant, at_once=self._at_once, prefetched=prefetched
         )
         num_computed = 0
         while (num_done := self._worker.call(partial(next, steps, None))) is not None:
@@ -90,7 +88,7 @@ def warming(
     before: list[int],
     tenant: str,
     at_once: Callable[[], int],
-    brought: Brought | None = None,
+    prefetched: Prefetched | None = None,
 ) -> Iterator[int]:
     """Compute and store what the store lacks of `text`, after `before`, in steps.
 
@@ -102,42 +100,22 @@ def warming(
         return
     started = time.perf_counter()
     prefilled = prefill(
-        tokens, parts, Terms("exact", tenant), capacity=len(tokens), brought=brought
+        tokens, parts, Terms("exact", tenant), capacity=len(tokens), prefetched=prefetched
     )
-    times = [time.perf_counter() - started]
-    for seconds in _computing(prefilled.rows, tokens, prefilled.pending, parts, at_once):
-        times.append(seconds)
+    times, left = [time.perf_counter() - started], prefilled.pending
+    while left:
+        started = time.perf_counter()
+        size = parts.piece_tokens or at_once()
+        piece, left = left[:size], left[size:]
+        model.forward(prefilled.rows, [tokens[position] for position in piece], piece)
+        model.wait()
+        times.append(time.perf_counter() - started)
         yield 0
     if len(times) == 2:  # in one piece, which is what the cost model predicts
         parts.cost.observe(prefilled.work, sum(times))
     size = parts.piece_tokens or 1
     whole = tokens[: len(tokens) // size * size]
     if whole:
-        known = b""
-        if before and parts.options.recompute_strategy == "sensitivity":
-            other = model.fresh_rows(len(whole))
-            changed = reordered(whole, len(before))
-            for _ in _computing(other, changed, range(len(whole)), parts, at_once):
-                yield 0
-            known = context_sensitivity(prefilled.rows, other, len(before))
-        keep(prefilled, whole, parts, tenant=tenant, sensitivities=known)
+        keep(prefilled, whole, parts, tenant=tenant)
     prefilled.rows.release()
     yield len(tokens) - max(len(before), prefilled.plan.num_reused)
-
-
-def _computing(
-    rows: Rows,
-    tokens: Sequence[int],
-    positions: Sequence[int],
-    parts: Parts,
-    at_once: Callable[[], int],
-) -> Iterator[float]:
-    """Compute rows a piece at a time; yields the seconds of each."""
-    first = 0
-    while first < len(positions):
-        started = time.perf_counter()
-        piece = positions[first : first + (parts.piece_tokens or at_once())]
-        parts.model.forward(rows, [tokens[position] for position in piece], piece)
-        parts.model.wait()
-        first += len(piece)
-        yield time.perf_counter() - started

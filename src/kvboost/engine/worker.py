@@ -31,7 +31,7 @@ Step = Callable[[], float | None]
 Jobs: TypeAlias = "queue.SimpleQueue[Callable[[], object] | None]"
 
 QUIET_S = 0.5  # without a request, before idle work starts
-OVERDUE_S = 2.0  # without an idle moment, after which idle work gets a step all the same
+OVERDUE_S = 2.0  # without an idle moment; then idle work gets a step anyway
 OVERDUE_SHARE = 0.02  # of the time that such steps may take
 MOST_BUSY_S = 0.005  # that jobs take before steady work has a step, though more jobs wait
 
@@ -46,7 +46,7 @@ class Pulse:
 
 
 class Worker:
-    """Runs work in the order it comes, and idle work in between."""
+    """Runs jobs in the order of arrival, and idle work in between."""
 
     def __init__(self, quiet_s: float = QUIET_S) -> None:
         self._jobs: Jobs = queue.SimpleQueue()
@@ -90,7 +90,7 @@ class Worker:
 
     @property
     def add_idle(self) -> Callable[[Idle], None]:
-        """For steady work: takes work for quiet times."""
+        """Add work for idle times; called by steady work."""
         return self._idle.append
 
     @property
@@ -102,7 +102,7 @@ class Worker:
         return 0.0 if since is None else time.monotonic() - since
 
     def at_end(self, ending: Callable[[], None]) -> None:
-        """Call something when the thread has ended; it must not refer to the worker."""
+        """Register a call for the end of the thread; it must not refer to the worker."""
         self._endings.append(ending)
 
     def drain(self) -> None:
@@ -110,7 +110,7 @@ class Worker:
         self.call(partial(_finish_idle, self._idle))
 
     def close(self) -> None:
-        """Finish what is queued but for idle work, and end the thread."""
+        """Finish queued work except idle work, and end the thread."""
         self.check_caller()
         with self._lock:
             self._is_closed = True
@@ -207,7 +207,7 @@ def _next(jobs: Jobs, timeout_s: float | None) -> Callable[[], object] | None:
 
 
 def _nothing() -> None:
-    """Stands for a job that did not come."""
+    """Stands in for a job that did not come."""
 
 
 def _step_all(steady: list[Step]) -> float | None:

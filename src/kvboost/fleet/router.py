@@ -17,13 +17,13 @@ from ray.serve.request_router import (
 
 from kvboost.core import ReuseMode
 from kvboost.fleet.messages import Forwarded
-from kvboost.routing.book import MAX_PLACES, Book, Report
+from kvboost.routing.anchors import find
+from kvboost.routing.book import MAX_ANCHORS, Book, Report
 from kvboost.routing.choice import Policy, rank
-from kvboost.routing.places import find
 from kvboost.routing.prompts import text_of
 
-Places = npt.NDArray[np.uint64]
-PLACES = "kvboost_places"  # attribute of a pending request
+Anchors = npt.NDArray[np.uint64]
+ANCHORS = "kvboost_anchors"  # attribute of a pending request
 MOST_READ_BYTES = 1 << 20  # of a prompt: what comes later goes where its beginning goes
 
 
@@ -40,16 +40,16 @@ class ReuseRouter(MultiplexMixin, RequestRouter):
         reuse: ReuseMode = "exact",
         least_share: float = 0.1,
         slack: int = 4,
-        max_places: int = MAX_PLACES,
+        max_anchors: int = MAX_ANCHORS,
     ) -> None:
         """Take `request_router_kwargs`; `reuse` is what the replicas can reuse.
 
-        `max_places` bounds what is remembered, one for about 16 tokens: as many as all replicas
-        hold. A place takes some 130 bytes, 400 with 1,000 replicas.
+        `max_anchors` bounds what is remembered, one for about 16 tokens: as many as all replicas
+        hold. An anchor takes some 130 bytes, 400 with 1,000 replicas.
         """
         self._reuse = reuse
         self._policy = Policy(least_share, slack)
-        self._book = Book(max_places)
+        self._book = Book(max_anchors)
         self._told: dict[str, Any] = {}  # the last routing stats of each replica
 
     async def choose_replicas(
@@ -76,14 +76,14 @@ class ReuseRouter(MultiplexMixin, RequestRouter):
             name: self.replica_queue_len_cache.get(each.replica_id) or 0
             for name, each in known.items()
         }
-        shares = self._book.shares(self._places(pending_request), in_order=self._reuse == "exact")
+        shares = self._book.shares(self._anchors(pending_request), in_order=self._reuse == "exact")
         return [*([known[name]] for name in rank(shares, loads, self._policy)), two]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         """Record that a replica will hold a prompt."""
-        self._book.sent(self._places(pending_request), _name(replica_id))
+        self._book.sent(self._anchors(pending_request), _name(replica_id))
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Read the reports of replicas, and forget those that left.
@@ -110,14 +110,14 @@ class ReuseRouter(MultiplexMixin, RequestRouter):
         self._told.pop(name, None)
         self._book.forget(name)
 
-    def _places(self, pending_request: PendingRequest) -> Places:
+    def _anchors(self, pending_request: PendingRequest) -> Anchors:
         """Those of a request's prompt; found once, however often it is routed."""
-        places: Places | None = getattr(pending_request, PLACES, None)
-        if places is None:
+        anchors: Anchors | None = getattr(pending_request, ANCHORS, None)
+        if anchors is None:
             texts = () if self._reuse == "off" else map(_text, pending_request.args)
-            places = find(next(filter(None, texts), b"")[:MOST_READ_BYTES])
-            setattr(pending_request, PLACES, places)
-        return places
+            anchors = find(next(filter(None, texts), b"")[:MOST_READ_BYTES])
+            setattr(pending_request, ANCHORS, anchors)
+        return anchors
 
 
 def _text(request: object) -> bytes:

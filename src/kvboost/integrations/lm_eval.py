@@ -72,27 +72,27 @@ class KVBoostLM(HFLM):
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
         """The continuations of each context together; contexts that begin alike in a row."""
-        places = defaultdict(list)
-        for place, (_, context, continuation) in enumerate(requests):
+        by_context = defaultdict(list)
+        for number, (_, context, continuation) in enumerate(requests):
             kept = (context + continuation)[-(self.max_length + 1) :]
             if len(kept) <= len(continuation):
                 raise ValueError(
                     f"a continuation of {len(continuation)} tokens does not fit into the model's "
                     f"{self.max_length}"
                 )
-            places[tuple(kept[: -len(continuation)])].append(place)
+            by_context[tuple(kept[: -len(continuation)])].append(number)
         answers: list[Any] = [None] * len(requests)
         # Rolling windows come one by one, and have a bar of their own.
         is_silent = disable_tqdm or override_bs is not None
         for context, members in tqdm(
-            sorted(places.items()), desc="Running loglikelihood requests", disable=is_silent
+            sorted(by_context.items()), desc="Running loglikelihood requests", disable=is_silent
         ):
-            result = self.engine.score(context, [requests[place][2] for place in members])
-            for place, score in zip(members, result.scores, strict=True):
-                answers[place] = (score.logprob, score.is_greedy)
-                texts = requests[place][0]
+            result = self.engine.score(context, [requests[number][2] for number in members])
+            for number, score in zip(members, result.scores, strict=True):
+                answers[number] = (score.logprob, score.is_greedy)
+                texts = requests[number][0]
                 if texts is not None:
-                    self.cache_hook.add_partial("loglikelihood", texts, answers[place])
+                    self.cache_hook.add_partial("loglikelihood", texts, answers[number])
         return answers
 
     def _model_generate(

@@ -35,7 +35,7 @@ class Adapters:
     """The adapters of a model. `find` and `names` on any thread, the rest on the engine's."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Take over what `model` has already.
+        """Take over the adapters that `model` already has.
 
         Raises:
             UnsupportedModel: it is in a state that cannot be switched.
@@ -56,16 +56,16 @@ class Adapters:
 
     @property
     def names(self) -> list[str]:
-        """Of all adapters, sorted."""
+        """Names of all adapters, sorted."""
         return sorted(self._known)
 
     @property
     def all(self) -> list[Adapter]:
-        """All that the model can run under, the base model first."""
+        """Everything the model can run under, the base model first."""
         return [self.base, *self._known.values()]
 
     def find(self, name: str | None) -> Adapter:
-        """An adapter by its name; None: what the model came with, an empty name: none.
+        """An adapter by name; None: the one the model came with, an empty name: the base model.
 
         Raises:
             ConfigError: there is none of this name.
@@ -96,7 +96,7 @@ class Adapters:
             self._look_at_layers()
             self._set(adapter)
             check()
-        except Exception as error:  # whatever PEFT raises at files and models that do not fit
+        except Exception as error:  # PEFT may raise anything for unsuitable files and models
             self._delete(slot)
             raise ConfigError(f"adapter {name!r} of {folder}: {error}") from error
         replaced = self._known.get(name)
@@ -181,7 +181,7 @@ class Adapters:
             layer.enable_adapters(adapter.slot in layer._get_available_adapters())  # noqa: SLF001
 
     def _delete(self, slot: str) -> None:
-        """Take an adapter out of the layers, which stay; also one that came in only in part."""
+        """Remove an adapter from the layers, also one that was only partly loaded."""
         config = getattr(self._model, "peft_config", {}).pop(slot, None)
         if config is not None:
             from peft.functional import delete_adapter  # noqa: PLC0415

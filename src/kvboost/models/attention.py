@@ -52,7 +52,7 @@ _observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
 
 @contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """Let `observer` see what each layer's attention gets, in this thread."""
+    """Show `observer` the inputs of each layer's attention, in this thread."""
     token = _observer.set(observer)
     try:
         yield
@@ -67,7 +67,7 @@ def needs_eager(model: PreTrainedModel) -> bool:
 
 
 def register() -> None:
-    """Make all implementations known to Transformers. May be called again."""
+    """Register all implementations with Transformers; idempotent."""
     for tier, name in IMPLEMENTATIONS.items():
         attention = _plain_attention if tier == "sdpa" else partial(_attention, tier)
         AttentionInterface.register(name, attention)
@@ -92,7 +92,7 @@ def _mask(tier: str, **kwargs: Any) -> torch.Tensor | BlockMask | PackedMask | N
 
 
 def _is_window(asked: dict[str, Any]) -> bool:
-    """Whether a local mask is a sliding window, and not chunks."""
+    """Whether a local mask is a sliding window rather than chunks."""
     local_size = asked.get("local_size")
     window = getattr(asked.get("config"), "sliding_window", None)
     return local_size is not None and local_size == window
@@ -117,7 +117,7 @@ def _for_one(make_mask: Callable[..., Any], kwargs: dict[str, Any]) -> MaskOne:
 
 
 def _mask_one(tier: str, **kwargs: Any) -> torch.Tensor | BlockMask | None:
-    """None where every query sees exactly the rows up to its own, the last query all of them."""
+    """The mask; None if every query sees all rows up to its own, and the last one all rows."""
     offset, num_queries = kwargs.get("q_offset", 0), kwargs["q_length"]
     device = torch.device(kwargs.get("device", "cpu"))
     on_cpu, is_scattered = device.type == "cpu", isinstance(offset, torch.Tensor)

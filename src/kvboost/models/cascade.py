@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kvboost.models.pool import KeyValue
+from kvboost.models.rows import Past
 
 if TYPE_CHECKING:
     from kvboost.models.packed import Segment
@@ -42,12 +43,9 @@ def attend_appended(
 
     No mask is written out: `past` is seen by all queries.
     """
-    if query.shape[2] == 1:
-        last = attend(query, *own, scale)
-    else:
-        output, total, *_ = _flash(query, *own, 0.0, True, scale=scale)  # noqa: FBT003
-        last = output, total
-    return join([*(attend(query, *each, scale) for each in past if each[0].shape[2]), last])
+    output, total, *_ = _flash(query, *own, 0.0, True, scale=scale)  # noqa: FBT003
+    parts = [attend(query, *each, scale) for each in past if each[0].shape[2]]
+    return join([*parts, (output, total)])
 
 
 def join(parts: Sequence[Part]) -> Part:
@@ -69,6 +67,7 @@ class Together:
         self._small = SmallAttention(small) if small else None
         self._others = segments[len(small) :]
         self._num_small = len(small)
+        self._shared = Past(self._one.rows, 0, self._one.num_before)
 
     def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attention of these sequences [1, tokens, heads, head_dim]."""
@@ -83,8 +82,7 @@ class Together:
             output = torch.cat([output.float() for output, _ in parts], dim=2)
             total = torch.cat([total for _, total in parts], dim=2)
         if self._one.num_before:
-            views = self._one.rows.layer(layer, 0, self._one.num_before)
-            shared = [attend(query, *each, scale) for each in views]
+            shared = [attend(query, *each, scale) for each in self._shared.layer(layer)]
             output, _ = join([*shared, (output, total)])
         return output.to(query.dtype).transpose(1, 2)
 
@@ -98,14 +96,18 @@ class SmallAttention:
         longest, dtype = max(lengths), self._pool.dtype
         ends = torch.tensor(lengths, device=device)[:, None]
         is_hidden = torch.arange(longest, device=device) >= ends
-        places = [each.rows.places(each.num_before, each.num_before + longest) for each in segments]
+        mappings = [
+            each.rows.slot_mapping(each.num_before, each.num_before + longest) for each in segments
+        ]
         # Masked rows must be finite, too; those after the last one may hold anything.
-        self._places = torch.from_numpy(np.stack(places)).masked_fill_(is_hidden, self._pool.blank)
+        self._slot_mapping = torch.from_numpy(np.stack(mappings)).masked_fill_(
+            is_hidden, self._pool.blank
+        )
         mask = torch.zeros(is_hidden.shape, dtype=dtype, device=device)
         self._mask = mask.masked_fill_(is_hidden, torch.finfo(dtype).min)[:, None, None]
 
     def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> Part:
         """Attention of a token each [1, heads, tokens, head_dim]."""
-        key, value = self._pool.gather(layer, self._places)
+        key, value = self._pool.gather(layer, self._slot_mapping)
         output, total = attend(query.transpose(0, 2), key, value, scale, mask=self._mask)
         return output.transpose(0, 2), total.transpose(0, 2)

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from kvboost.core import KVGeometry, PlaneGroup, Rotation, Span
 from kvboost.errors import UnsupportedModel, reason_of
+from kvboost.models.numerics import product_precision
 from kvboost.models.packed import ForwardCache, Segment, run, run_last
 from kvboost.models.pool import BlockPool
 from kvboost.models.rows import Rows, private_rows
@@ -30,7 +31,8 @@ NUM_APPENDED = (80, 20, 1)  # attention takes different paths for many, few and 
 # Relative error of a row of logits. fp32 leaves room for another summation order; 16-bit dtypes
 # for rounding, which a wrong mask or position exceeds many times over.
 LOGITS_TOLERANCE = {"float32": 1e-4, "float64": 1e-8, "float16": 2e-2, "bfloat16": 5e-2}
-MOST_TOLERANCE = 0.2  # whatever a model's own rounding is; a wrong mask or position is above it
+ROUNDED_LIKE = {"highest": "float32", "high": "float16", "medium": "bfloat16"}  # high: TF32
+MOST_TOLERANCE = 0.2  # a cap for any model's rounding; a wrong mask or position exceeds it
 ROTATION_TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "float16": 5e-3, "bfloat16": 2e-2}
 ROTATION_POSITIONS = (1, 37, 900)
 
@@ -60,22 +62,22 @@ def check_placement(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModel: they are not.
     """
-    places = {each.device for each in model.parameters()}
-    kinds = {place.type for place in places}
+    devices = {each.device for each in model.parameters()}
+    kinds = {device.type for device in devices}
     if "meta" in kinds:
         raise UnsupportedModel(
             "some of its weights are offloaded: load it without device_map, or with "
             "max_weight_bytes"
         )
-    if len(places) > 1 and kinds != {"cuda"}:
-        listed = " and ".join(sorted(map(str, places)))
+    if len(devices) > 1 and kinds != {"cuda"}:
+        listed = " and ".join(sorted(map(str, devices)))
         raise UnsupportedModel(
             f"its weights are on {listed}: load it on GPUs only, or on the CPU only"
         )
 
 
 def measure_geometry(model: PreTrainedModel) -> KVGeometry:
-    """Run one token and read off what each layer caches.
+    """Run one token and read the shapes that each layer caches.
 
     Raises:
         UnsupportedModel: a layer keeps something other than K and V.
@@ -97,7 +99,7 @@ def measure_geometry(model: PreTrainedModel) -> KVGeometry:
 
 @dataclass(frozen=True)
 class Native:
-    """Logits of the probe tokens by the model's own prefill, and how far off others may be."""
+    """Logits of the probe tokens by the model's own prefill, and the tolerance for others."""
 
     logits: torch.Tensor  # [tokens, vocabulary]
     tolerance: float
@@ -105,14 +107,16 @@ class Native:
 
 
 def run_native(model: PreTrainedModel, geometry: KVGeometry) -> Native:
-    """Full prefill by the model itself; in 16-bit dtypes also in two parts.
+    """Full prefill by the model itself; rounded to 16 bits also in two parts.
 
     Where the model differs from itself, we may differ from it twice as much.
     """
     tokens = _probe_of(model)[None]
     logits = model(input_ids=tokens, past_key_values=DynamicCache(), use_cache=True).logits[0]
-    tolerance = LOGITS_TOLERANCE[geometry.dtype]
-    is_exact = geometry.dtype in ("float32", "float64")
+    dtype = geometry.dtype
+    if dtype == "float32":  # torch may be told to round the factors of products
+        dtype = ROUNDED_LIKE[product_precision()]
+    tolerance, is_exact = LOGITS_TOLERANCE[dtype], dtype in ("float32", "float64")
     if not is_exact:
         cache, half = DynamicCache(), tokens.shape[1] // 2
         model(input_ids=tokens[:, :half], past_key_values=cache, use_cache=True)
@@ -133,17 +137,17 @@ def check_sparse_prefill(model: PreTrainedModel, geometry: KVGeometry, native: N
     everything = list(range(len(tokens)))
     again = everything[2::5] + everything[:1] + everything[-3:-1]
     for positions in (everything, again, *(everything[-count:] for count in NUM_APPENDED)):
-        places: Sequence[int] = positions
+        computed: Sequence[int] = positions
         if positions is not everything and positions is not again:
             rows.crop(positions[0])
-            places = range(positions[0], len(tokens))
+            computed = range(positions[0], len(tokens))
         for plane in rows.read(Span(0, len(tokens))) if positions is again else ():
             plane[:, :, positions] = 9.0
-        place = torch.tensor(positions, device=tokens.device)
-        segment = Segment(rows, tokens[place].tolist(), places)
+        index = torch.tensor(positions, device=tokens.device)
+        segment = Segment(rows, tokens[index].tolist(), computed)
         cache = ForwardCache(geometry, [segment], packs=False)
         logits = run(model, cache, NUM_COMPARED)[-NUM_COMPARED:]
-        wanted = native.logits[place[-NUM_COMPARED:]]
+        wanted = native.logits[index[-NUM_COMPARED:]]
         error = row_error(logits, wanted, exact=native.is_exact)
         if not error <= native.tolerance:
             raise UnsupportedModel(
@@ -176,7 +180,7 @@ def check_packed(
         cache = ForwardCache(geometry, segments, packs=True, may_join=may_join, least_shared=32)
         try:
             logits = run_last(model, cache)
-        except Exception as error:  # whatever a foreign model raises on K/V that it did not expect
+        except Exception as error:  # a foreign model may raise anything on unexpected K/V
             return reason_of(error), False
         joins &= cache.joins
         off = max(
@@ -217,7 +221,7 @@ def fit_rotations(
     frequencies: Collection[tuple[float, ...]],
     dtype: str,
 ) -> Rotations:
-    """Find what explains the planes `away` by those at `home`, which is position 0.
+    """Fit the rotation that turns the planes at `home` (position 0) into those `away`.
 
     Planes are [..., head_dim], `away` by position, of the same one-token sequences.
     """
@@ -252,10 +256,10 @@ def position_limit(model: PreTrainedModel) -> int | None:
 def cached_tensors(
     model: PreTrainedModel, tokens: torch.Tensor, positions: Sequence[int]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(plane, tensor) for all that the model caches of sequences [batch, len(positions)]."""
+    """(plane, tensor) for everything the model caches of sequences [batch, len(positions)]."""
     cache = DynamicCache(config=model.config)
-    places = torch.tensor(positions, device=tokens.device).expand_as(tokens)
-    model(input_ids=tokens, position_ids=places, past_key_values=cache, use_cache=True)
+    position_ids = torch.tensor(positions, device=tokens.device).expand_as(tokens)
+    model(input_ids=tokens, position_ids=position_ids, past_key_values=cache, use_cache=True)
     for layer, content in enumerate(cache.layers):
         if not hasattr(content, "keys"):
             raise UnsupportedModel(f"layer {layer} keeps a recurrent state, not K/V")

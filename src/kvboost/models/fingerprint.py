@@ -1,13 +1,11 @@
-"""The fingerprint: a hash of all that determines the K/V of a model, part of every key.
+"""The fingerprint: a hash of everything that determines a model's K/V, part of every key.
 
 The rule, which needs no model in memory, is in docs/adr/0034-fingerprint.md.
 """
 
 from __future__ import annotations
 
-import copy
 import json
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +18,7 @@ from blake3 import blake3
 from transformers import PreTrainedModel
 
 from kvboost.core import KVGeometry
+from kvboost.models.buffers import changed_buffers
 from kvboost.weights.stream import streamed
 
 # Entries of a config that do not affect K/V. Nor does the tokenizer: K/V depends on token ids.
@@ -38,11 +37,6 @@ WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)\b")  # insid
 
 PIECE_BYTES = 1 << 23  # read at once
 NUM_THREADS = 4  # each hashes a tensor at 1 to 4 GB/s; more would wait for memory or a disk
-
-# CPUs with AVX2 and with AVX-512 compute frequencies that differ in the last bits; GPUs may.
-ROUNDING = 4 * torch.finfo(torch.float32).eps
-
-log = logging.getLogger(__name__)
 
 
 def fingerprint(model: PreTrainedModel, geometry: KVGeometry) -> bytes:
@@ -81,7 +75,7 @@ def embeddings(model: PreTrainedModel) -> tuple[str, str]:
 
 
 def adapter_digest(model: torch.nn.Module, slot: str) -> bytes:
-    """Digest of what an adapter adds to a model, and of its settings; not of its name."""
+    """Digest of an adapter's weights and settings, without its name."""
     from peft import get_peft_model_state_dict  # noqa: PLC0415  (an extra)
 
     config: Any = model.peft_config
@@ -93,7 +87,7 @@ def adapter_digest(model: torch.nn.Module, slot: str) -> bytes:
 
 
 def said_by(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of an adapter that count."""
+    """The settings of an adapter that affect K/V."""
     settings = {n: each for n, each in config.items() if n not in COSMETIC_OF_ADAPTERS}
     return {n: sorted(each) if isinstance(each, set) else each for n, each in settings.items()}
 
@@ -151,7 +145,7 @@ def _digest(**parts: Any) -> bytes:
 
 
 def _settings(model: PreTrainedModel) -> dict[str, Any]:
-    """The entries of a config that count."""
+    """The entries of a config that affect K/V."""
     settings = {
         name: value
         for name, value in model.config.get_text_config().to_dict().items()
@@ -165,7 +159,7 @@ def _settings(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def base_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """What counts of a model without adapters, by the names it has without these.
+    """The tensors that determine K/V, adapters left out, under their names in the base model.
 
     That is what a checkpoint of it holds, and buffers that no longer follow from the config.
     """
@@ -185,69 +179,3 @@ def _weight_of(model: PreTrainedModel, getter: str) -> str:
     wanted = getattr(model, getter)()
     found = (f"{path}.weight" for path, module in model.named_modules() if module is wanted)
     return next(found, "")
-
-
-def changed_buffers(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and values of buffers that are in no checkpoint and do not follow from the config.
-
-    Transformers' `_init_weights` computes buffers such as rotary frequencies when a model is built.
-    Computed once more, they show whether somebody has changed them.
-    """
-    for path, module, names, expected in _uncovered(model):
-        for name in names:
-            buffer = module._buffers[name]  # noqa: SLF001
-            if buffer is not None and not _is_same(buffer, expected.get(name)):
-                yield f"{path}.{name}" if path else name, buffer
-
-
-def _uncovered(
-    model: PreTrainedModel,
-) -> Iterator[tuple[str, torch.nn.Module, list[str], dict[str, torch.Tensor]]]:
-    """Modules with buffers that are in no checkpoint: path, names, values by the config."""
-    owners: dict[str, PreTrainedModel] = {}  # by path: the innermost model that a module is in
-    for path, module in model.named_modules():
-        parent = path.rpartition(".")[0]
-        owner = module if isinstance(module, PreTrainedModel) else owners[parent]
-        owners[path] = owner
-        names = sorted(module._non_persistent_buffers_set)  # noqa: SLF001
-        if names:
-            yield path, module, names, _computed(owner, module)
-
-
-def compute_buffers(model: PreTrainedModel) -> None:
-    """Give a model without memory the buffers that no checkpoint holds."""
-    for _, module, names, expected in _uncovered(model):
-        for name in names:
-            buffer = module._buffers[name]  # noqa: SLF001
-            if buffer is not None and name in expected:
-                module._buffers[name] = expected[name].to(buffer.dtype)  # noqa: SLF001
-
-
-def _computed(owner: PreTrainedModel, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers of a module as its config gives them; empty if its code does not tell."""
-    buffers = {
-        # As float32: frequencies that were rounded to 16 bits are other ones.
-        name: torch.zeros(
-            each.shape, dtype=torch.float32 if each.is_floating_point() else each.dtype
-        )
-        for name, each in module._buffers.items()  # noqa: SLF001
-        if each is not None
-    }
-    weights = {
-        name: None if each is None else torch.empty_like(each, device="meta")
-        for name, each in module._parameters.items()  # noqa: SLF001
-    }
-    fresh = copy.copy(module)  # with nothing in it of the model's own
-    fresh.__dict__ |= {"_buffers": buffers, "_parameters": weights, "_modules": {}}
-    try:
-        owner._init_weights(fresh)  # noqa: SLF001
-    except Exception as error:  # the model's code, called out of its usual place
-        log.info("buffers of %s count as they are: %s", type(module).__name__, error)
-        return {}
-    return buffers
-
-
-def _is_same(buffer: torch.Tensor, expected: torch.Tensor | None) -> bool:
-    if expected is None:
-        return False
-    return torch.allclose(buffer.detach().cpu().to(expected.dtype), expected, rtol=ROUNDING, atol=0)

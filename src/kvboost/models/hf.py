@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of a generation config: what does not change which tokens are generated.
+# Entries of a generation config that do not change the output.
 HARMLESS_SETTINGS = {
     "_from_model_config",
     "bos_token_id",
@@ -52,7 +52,7 @@ HARMLESS_SETTINGS = {
 
 
 class HFModel:
-    """Owns how a model is run. Not thread-safe: one forward at a time."""
+    """Runs a model. Not thread-safe: one forward at a time."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class HFModel:
             raise UnsupportedModel(f"{self.name}: an engine has it already; close that one first")
         self.num_embeddings = num_embeddings(model)  # it can read the ids below this number
         self.adapters = Adapters(model)
-        self.adapter = self.adapters.default  # under which every forward runs
+        self.adapter = self.adapters.default  # of every forward
         self._native_attention: str | None = model.config._attn_implementation  # noqa: SLF001
         self._was_training = model.training
         self.model = model.eval()
@@ -99,7 +99,7 @@ class HFModel:
         install.in_engines.add(model)
         try:
             self._certify(kept_in)
-        except Exception as error:  # whatever a foreign model raises when it is run our way
+        except Exception as error:  # a foreign model may raise anything
             self.release()
             self.refusal = f"{self.name}: {reason_of(error)}"
             if strict:
@@ -109,7 +109,7 @@ class HFModel:
 
     @property
     def fingerprint(self) -> bytes:
-        """Changes with anything that changes the K/V of given tokens."""
+        """Differs whenever the K/V of the same tokens would differ."""
         if not (self._numerics or self.adapter.digest):
             return self._fingerprint
         return sha256(self._fingerprint + self._numerics + self.adapter.digest).digest()
@@ -136,7 +136,7 @@ class HFModel:
 
     @property
     def rotation_refusal(self) -> str:
-        """Why K/V cannot be moved, where that is so."""
+        """Why K/V cannot be moved; empty if it can."""
         return self._rotations.refusal
 
     @property
@@ -249,13 +249,13 @@ class HFModel:
         return cache
 
     def setting(self, name: str, arguments: dict[str, Any]) -> Any:
-        """A generation setting as it holds for these arguments of `generate()`."""
+        """The effective value of a generation setting, given these arguments of `generate()`."""
         configs = (arguments.get("generation_config"), self.model.generation_config)
         values = [arguments.get(name), *(getattr(config, name, None) for config in configs)]
         return next((value for value in values if value is not None), None)
 
     def special_settings(self) -> set[str]:
-        """Names of generation settings that this model has and that change what is generated."""
+        """Names of this model's generation settings that change the output."""
         return set(self.model.generation_config.to_diff_dict()) - HARMLESS_SETTINGS
 
     def end_tokens(self, arguments: dict[str, Any]) -> frozenset[int]:
@@ -283,6 +283,8 @@ class HFModel:
         started = time.perf_counter()
         model = self.model
         certify.check_placement(model)
+        if model.device.type == "cuda":
+            torch.cuda.set_device(model.device)  # of the thread that will run it
         choices = install.implementations(model)
         model.set_attn_implementation(install.own_attention(model))
         self.geometry = certify.measure_geometry(model)
@@ -328,14 +330,14 @@ class HFModel:
             log.warning("%s: the batch runs one by one: %s", self.name, self.pack_refusal)
 
     def _is_flawless(self, attention: str) -> bool:
-        """Whether nothing failed that might not fail the next time."""
+        """Whether no step failed that might succeed the next time."""
         has_it = self.model.config._attn_implementation == attention  # noqa: SLF001
         has_flex = self.model.device not in kernels.flex_refusals
         is_certified = not (self._rotations.refusal or self.pack_refusal)
         return has_it and has_flex and self._may_join and is_certified
 
     def _check_adapter(self) -> None:
-        """Whether what certification found still holds for the base model and under an adapter."""
+        """Whether the certification still holds for the base model and under an adapter."""
         if self.refusal:
             return
         if certify.measure_geometry(self.model) != self.geometry:
@@ -353,7 +355,7 @@ class HFModel:
         try:
             install.switch(self.model, first)
             certify.check_sparse_prefill(self.model, self.geometry, native)
-        except Exception as error:  # third-party kernels raise what they like
+        except Exception as error:  # third-party kernels may raise anything
             reason = reason_of(error)
             if device.type != "cpu" and device not in refusals:  # perhaps there is no compiler
                 refusals[device] = reason
@@ -390,13 +392,13 @@ def _fit_tokens_to_rows(
         return None
     num_known = max(0, first - int(positions[..., 0].min()))
     tokens, positions = tokens[:, num_known:], positions[..., num_known:]
-    places: Sequence[int] = range(first, first + tokens.shape[1])
+    computed: Sequence[int] = range(first, first + tokens.shape[1])
     if pending:
         before = torch.tensor(pending, device=tokens.device)
         tokens = torch.cat([cache.pending_tokens.to(tokens)[None], tokens], dim=-1)
         positions = torch.cat([before.expand(*positions.shape[:-1], -1), positions], dim=-1)
-        places = [*pending, *places]
-    cache.next(places)
+        computed = [*pending, *computed]
+    cache.next(computed)
     return args, kwargs | {"input_ids": tokens, "position_ids": positions}
 
 

@@ -129,7 +129,7 @@ def implementations(model: PreTrainedModel) -> list[str]:
 
 
 def switch(model: PreTrainedModel, implementation: str) -> None:
-    """Let a model run with one of our implementations.
+    """Switch a model to one of our implementations.
 
     Raises:
         UnsupportedModel: its attention cannot be replaced.

@@ -1,4 +1,4 @@
-"""Kept for the next start of a model: its certification, and digests of its files.
+"""Files kept for a model's next start: its certification and the digests of its weights.
 
 docs/adr/0036-kept-certification.md has the rule. A file that cannot be trusted is a miss.
 """
@@ -35,7 +35,7 @@ Planes = Mapping[int, Rotation | None]
 
 
 class KeptFile:
-    """A JSON object in a folder of the user's own, with a checksum; or nothing."""
+    """A JSON file with a checksum, in a folder that only the user can write."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
@@ -55,7 +55,7 @@ class KeptFile:
         return found if isinstance(found, dict) else None
 
     def write(self, found: Mapping[str, Any]) -> None:
-        """Keep it; a folder that cannot be written is no error."""
+        """Write it; an unwritable folder is not an error."""
         text = json.dumps(found).encode()
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,8 +83,8 @@ class Certificate:
         try:
             rotations = [Rotation(tuple(each[0]), *each[1:]) for each in found["rotations"]]
             planes = {
-                int(plane): None if place is None else rotations[place]
-                for plane, place in found["planes"].items()
+                int(plane): None if number is None else rotations[number]
+                for plane, number in found["planes"].items()
             }
             joins = bool(found["joins"])
         except (ValueError, LookupError, TypeError):
@@ -95,9 +95,9 @@ class Certificate:
     def write(self, planes: Planes, *, joins: bool) -> None:
         """Keep what certification found."""
         rotations = list(dict.fromkeys(each for each in planes.values() if each is not None))
-        places = {n: None if each is None else rotations.index(each) for n, each in planes.items()}
+        numbers = {n: None if each is None else rotations.index(each) for n, each in planes.items()}
         told = [[each.inv_freq, each.offset, each.layout] for each in rotations]
-        self._file.write({**self._about, "rotations": told, "planes": places, "joins": joins})
+        self._file.write({**self._about, "rotations": told, "planes": numbers, "joins": joins})
 
 
 def certificate(
@@ -107,7 +107,7 @@ def certificate(
     folder: Path,
     attentions: Sequence[str],
 ) -> Certificate | None:
-    """The certificate of a model as it runs here; None if it runs code that no key covers.
+    """The certificate of a model on this machine; None if it runs code that no key covers.
 
     `numerics` is a digest of versions, device and threads, `attentions` are what may run.
     """
@@ -130,7 +130,7 @@ def model_names(folder: Path) -> dict[bytes, str]:
 
 
 def _is_known(module: torch.nn.Module) -> bool:
-    """Whether a module runs nothing but code whose version is known."""
+    """Whether a module runs only code of a known version."""
     if module._forward_hooks or module._forward_pre_hooks:  # noqa: SLF001
         return False
     forward = vars(module).get("forward")  # of the instance: somebody has replaced it
@@ -140,7 +140,7 @@ def _is_known(module: torch.nn.Module) -> bool:
 
 @cache
 def _sources() -> bytes:
-    """Digest of our own code: the version does not change while it is worked on."""
+    """Digest of our own code: the version stays the same during development."""
     digest = sha256()
     for path in sorted(path for pattern in SOURCES for path in PACKAGE.glob(pattern)):
         digest.update(path.read_bytes())

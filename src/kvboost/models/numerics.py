@@ -24,6 +24,17 @@ INFO = Path("/proc/cpuinfo")
 BFLOAT16 = {"amx_bf16", "avx512_bf16", "bf16"}
 
 
+def product_precision() -> str:
+    """How torch rounds the factors of products in single precision, in its older words."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # set in the newer words, which are for a back end each
+        found = {
+            each.matmul.fp32_precision for each in (torch.backends.cuda, torch.backends.mkldnn)
+        }
+        return "medium" if "bf16" in found else "high" if "tf32" in found else "highest"
+
+
 def numerics(model: PreTrainedModel, *, prepacked: bool) -> bytes:
     """Digest of what must agree, besides the fingerprint, before two runs give equal bits."""
     weights, device = streamed(model), model.device
@@ -38,7 +49,7 @@ def numerics(model: PreTrainedModel, *, prepacked: bool) -> bytes:
         "device": torch.cuda.get_device_name(device) if is_cuda else cpu_name(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "matmul": torch.get_float32_matmul_precision(),
+        "matmul": product_precision(),
         "prepacked": prepacked,
         "cut_at_bytes": None if weights is None else weights.limit_bytes,
         "buffers": hash_tensors(_computed_buffers(model)),

@@ -22,9 +22,9 @@ from kvboost.core import Span
 from kvboost.models import cascade, spread
 from kvboost.models.cascade import Together
 from kvboost.models.pool import KeyValue, Run
-from kvboost.models.rows import Rows
+from kvboost.models.rows import Past, Rows
 from kvboost.models.upload import PerDevice, upload
-from kvboost.models.varlen import MOST_RUNS, Varlen, can_take
+from kvboost.models.varlen import Varlen, can_take
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,7 +56,7 @@ class Segment:
     rows: Rows
     tokens: Sequence[int]
     positions: Sequence[int]
-    corrected: Iterable[Span] = ()  # moved text whose other rows are corrected by these
+    corrected: Iterable[Span] = ()  # moved text, whose rows between these are corrected
     observer: RowObserver | None = None  # sees each layer's fresh rows before they go in
 
     def __post_init__(self) -> None:
@@ -67,21 +67,22 @@ class Segment:
         self.is_appended = isinstance(positions, range) and positions.start == rows.length
         self.num_visible = max(rows.length, max(positions) + 1)
         self.scattered = None
+        self._past: Past | None = None
         self._patches: list[spread.Patch] = []
         self._padded: list[spread.Padded] = []
         rows.make_room(self.num_visible)
         if not self.is_appended:
-            places = rows.places(0, self.num_visible)
-            own = places[np.asarray(positions)]
+            slot_mapping = rows.slot_mapping(0, self.num_visible)
+            own = slot_mapping[np.asarray(positions)]
             self.scattered, at = upload(rows.device, list(positions), own)
-            self._places = PerDevice(rows.device, at)
+            self._slot_mapping = PerDevice(rows.device, at)
             self._patches = spread.patches(self.corrected, positions, rows.pool.dtype, HOST)
             if rows.device.type != "cpu":
-                self._padded = spread.padded(self._patches, places, rows.pool)
+                self._padded = spread.padded(self._patches, slot_mapping, rows.pool)
 
     def rewind(self) -> None:
         """Forget the rows of a step that failed; a second forward writes them again."""
-        self.rows.length = self._num_filled
+        self.rows.length, self._past = self._num_filled, None
 
     @property
     def offset(self) -> int | torch.Tensor:
@@ -122,8 +123,8 @@ class Segment:
                 spread.apply(patch, old, new)
             if rows.num_runs > 1:
                 rows.put(layer, patch.start, stored)
-        (places,) = self._places.on(key.device)
-        rows.pool.put(layer, places, fresh)
+        (slot_mapping,) = self._slot_mapping.on(key.device)
+        rows.pool.put(layer, slot_mapping, fresh)
 
     def whole(self, layer: int) -> KeyValue:
         """K and V of all visible rows; a copy where they lie in several runs."""
@@ -131,11 +132,13 @@ class Segment:
 
     def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> cascade.Part:
         """Causal attention of appended tokens to all rows but the first `num_before`."""
-        rows, first_own = self.rows, self.rows.length
-        past = rows.layer(layer, self.num_before, first_own)
-        if len(past) > MOST_RUNS:
-            past = [rows.whole(layer, self.num_before, first_own)]
-        own = rows.whole(layer, first_own, self.num_visible)
+        rows, is_one = self.rows, len(self.tokens) == 1  # one token attends to its own row, too
+        if self._past is None:
+            self._past = Past(rows, self.num_before, self.num_visible if is_one else rows.length)
+        past = self._past.layer(layer)
+        if is_one:
+            return cascade.join([cascade.attend(query, *each, scale) for each in past])
+        own = rows.whole(layer, rows.length, self.num_visible)
         return cascade.attend_appended(query, past, own, scale)
 
     def finish(self) -> None:
@@ -148,22 +151,22 @@ class AppendedRows:
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._pool = segments[0].rows.pool
-        places = [each.rows.places(each.rows.length, each.num_visible) for each in segments]
+        mappings = [each.rows.slot_mapping(each.rows.length, each.num_visible) for each in segments]
         columns = [np.arange(each.start, each.stop) for each in segments]
         together = np.concatenate(columns)
         device = self._pool.device
-        self._indices = PerDevice(device, *upload(device, np.concatenate(places), together))
+        self._indices = PerDevice(device, *upload(device, np.concatenate(mappings), together))
         self._num_rows = len(together)
         self._are_first = bool((together == np.arange(len(together))).all())
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the fresh rows."""
-        places, columns = self._indices.on(key.device)
+        slot_mapping, columns = self._indices.on(key.device)
         if self._are_first:
             fresh = key[:, :, : self._num_rows], value[:, :, : self._num_rows]
         else:
             fresh = key.index_select(2, columns), value.index_select(2, columns)
-        self._pool.put(layer, places, fresh)
+        self._pool.put(layer, slot_mapping, fresh)
 
 
 class ForwardLayer(CacheLayerMixin):
@@ -373,7 +376,7 @@ class PackedMask:
 
 
 def run(model: PreTrainedModel, cache: ForwardCache, wanted: int | Sequence[int]) -> torch.Tensor:
-    """Compute a forward; the logits [tokens, vocabulary] of the `wanted` last tokens, or places.
+    """Compute a forward; the logits [tokens, vocabulary] of the `wanted` last tokens, or indices.
 
     A model that has no argument for that computes all of them.
     """
@@ -406,16 +409,16 @@ def run_last(model: PreTrainedModel, cache: ForwardCache) -> dict[Segment, torch
 
 def _find_shared(segments: Sequence[Segment], least_rows: int) -> None:
     """Have sequences that begin with the same rows attend to these together."""
-    # Private rows have pools of their own, whose row numbers mean other rows.
+    # Private rows are in other pools, where the same row numbers mean other rows.
     appended = [each for each in segments if each.scattered is None and not each.rows.is_private]
     counts = {each.rows.num_shared // SHARED_STEP * SHARED_STEP for each in appended}
     for count in sorted(count for count in counts if count >= least_rows):
-        alike: dict[tuple[Run, ...], list[Segment]] = {}
+        by_runs: dict[tuple[Run, ...], list[Segment]] = {}
         for segment in appended:
             if segment.rows.length >= count:
                 runs = tuple(segment.rows.runs(Span(0, count)))
-                alike.setdefault(runs, []).append(segment)
-        for group in alike.values():
+                by_runs.setdefault(runs, []).append(segment)
+        for group in by_runs.values():
             for segment in group if len(group) > 1 else ():
                 segment.num_before = count
 

@@ -170,14 +170,14 @@ class BlockPool:
         each = [np.arange(start // size, (stop - 1) // size + 1) for start, stop in rows]
         return np.unique(np.concatenate(each)) if each else np.arange(0)
 
-    def put(self, layer: int, places: torch.Tensor, fresh: KeyValue) -> None:
+    def put(self, layer: int, slot_mapping: torch.Tensor, fresh: KeyValue) -> None:
         """Write K and V of some rows of a layer."""
         for plane, rows in zip(self.layers[layer], fresh, strict=True):
-            plane.index_copy_(2, places, rows)
+            plane.index_copy_(2, slot_mapping, rows)
 
-    def gather(self, layer: int, places: torch.Tensor) -> KeyValue:
-        """K and V of some rows of each of some tables: places [tables, rows]."""
-        key, value = (_select(plane, places, self.blank + 1) for plane in self.layers[layer])
+    def gather(self, layer: int, slot_mapping: torch.Tensor) -> KeyValue:
+        """K and V by a slot mapping [tables, rows]."""
+        key, value = (_select(plane, slot_mapping, self.blank + 1) for plane in self.layers[layer])
         return key, value
 
     def stats(self) -> dict[str, int]:
@@ -257,10 +257,10 @@ def runs(blocks: Blocks) -> list[tuple[int, int]]:
     return [(int(piece[0]), int(piece[-1]) + 1) for piece in pieces if len(piece)]
 
 
-def _select(plane: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
+def _select(plane: torch.Tensor, slot_mapping: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Rows of a plane; along the first dimension that is 7 times as fast as along the third."""
-    heads = torch.arange(plane.shape[1], device=places.device)[:, None] * num_rows
-    flat = places[:, None] + heads
+    heads = torch.arange(plane.shape[1], device=slot_mapping.device)[:, None] * num_rows
+    flat = slot_mapping[:, None] + heads
     rows = plane.view(-1, plane.shape[3]).index_select(0, flat.flatten())
     return rows.view(*flat.shape, -1)
 

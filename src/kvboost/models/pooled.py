@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
+from weakref import ref
 
 from kvboost.codecs.base import Codec
 from kvboost.codecs.frame import allocate, check_codec, decode, read, write
 from kvboost.core import Anchor, Entry, Span
 from kvboost.models.pool import BlockPool, Run
 from kvboost.models.rows import Rows
-from kvboost.models.upload import beside, fetched, sent
+from kvboost.models.upload import beside, fetched, follow, sent
 
 if TYPE_CHECKING:
+    import torch
+
     from kvboost.codecs.base import KV
     from kvboost.models.base import Slots
 
@@ -29,12 +34,13 @@ class PooledChunk:
         rows: Sequence[Run],
         codec: Codec,
         entry: Entry,
-        sensitivity: bytes,
         anchors: Iterable[Anchor],
     ) -> None:
-        self.entry, self.sensitivity, self.rows = entry, sensitivity, rows
+        self.entry, self.rows = entry, rows
         self.anchors, self._pool, self._codec = tuple(anchors), pool, codec
         self.nbytes = entry.num_tokens * pool.geometry.bytes_per_token
+        self._framing = threading.Lock()
+        self._last_frame: Callable[[], memoryview | None] = lambda: None
         pool.keep(rows)
 
     def __del__(self) -> None:
@@ -50,10 +56,15 @@ class PooledChunk:
         return self._pool.read(self.rows)
 
     def frame(self) -> memoryview:
-        """A new frame of it."""
-        with beside(self._pool.devices):
-            kv = [fetched(part) for part in self.kv()]
-        return write(self.entry, kv, self._codec, self.sensitivity, self.anchors)
+        """Its frame: the last one, if a tier still has it, or a new one."""
+        with self._framing:
+            frame = self._last_frame()
+            if frame is None:
+                with beside(self._pool.devices):
+                    kv = [fetched(part) for part in self.kv()]
+                frame = write(self.entry, kv, self._codec, self.anchors)
+                self._last_frame = ref(frame)
+            return frame
 
 
 class PooledChunks:
@@ -64,12 +75,12 @@ class PooledChunks:
         self._last: int | None = None  # block of the chunk that was copied last
 
     def from_slots(
-        self, entry: Entry, slots: Slots, span: Span, sensitivity: bytes, anchors: Iterable[Anchor]
+        self, entry: Entry, slots: Slots, span: Span, anchors: Iterable[Anchor]
     ) -> PooledChunk:
         """A chunk of rows of the pool, which nobody writes from now on; others are copied."""
         if isinstance(slots, Rows) and slots.pool is self._pool:
-            return self._chunk(slots.runs(span), entry, sensitivity, anchors)
-        return self._copy(slots.read(span), entry, sensitivity, anchors)
+            return PooledChunk(self._pool, slots.runs(span), self._codec, entry, anchors)
+        return self._copy(slots.read(span), entry, anchors)
 
     def from_frame(self, frame: memoryview) -> PooledChunk:
         """A chunk of a copy of `frame`, which was checked."""
@@ -78,23 +89,23 @@ class PooledChunks:
         if frame.readonly:  # torch wants it writable
             frame, mapped = allocate(frame.nbytes), frame
             frame[:] = mapped
-        kv = decode(frame, head, self._codec)
-        return self._copy(kv, head.entry, head.sensitivity, head.anchors)
+        kv = decode(frame, head, self._codec, self._send)
+        return self._copy(kv, head.entry, head.anchors)
 
-    def _copy(
-        self, kv: KV, entry: Entry, sensitivity: bytes, anchors: Iterable[Anchor]
-    ) -> PooledChunk:
+    def loading(self) -> AbstractContextManager[None]:
+        """Chunks of frames made inside are copied beside the model, and are there at the end."""
+        return beside(self._pool.devices)
+
+    def _send(self, part: torch.Tensor, group: int) -> torch.Tensor:
+        return sent(part, self._pool.devices[group])
+
+    def _copy(self, kv: KV, entry: Entry, anchors: Iterable[Anchor]) -> PooledChunk:
         rows = Rows(self._pool, entry.num_tokens, after=self._last)
         try:
             self._last = int(rows.blocks[-1])  # the next chunk of a prompt lies behind this one
             span = Span(0, entry.num_tokens)
-            with beside(self._pool.devices):
-                rows.write(span, list(map(sent, kv, self._pool.devices)))
-            return self._chunk(rows.runs(span), entry, sensitivity, anchors)
+            follow(self._pool.devices)  # the kernels that read these rows when others had them
+            rows.write(span, kv)
+            return PooledChunk(self._pool, rows.runs(span), self._codec, entry, anchors)
         finally:
             rows.release()
-
-    def _chunk(
-        self, rows: Sequence[Run], entry: Entry, sensitivity: bytes, anchors: Iterable[Anchor]
-    ) -> PooledChunk:
-        return PooledChunk(self._pool, rows, self._codec, entry, sensitivity, anchors)

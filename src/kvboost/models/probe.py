@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvboost.core import LONGEST_QUESTION, MatchKind, ReusePlan, Span
+from kvboost.core import LONGEST_QUESTION, MatchKind, ReusePlan
 from kvboost.models import attention
 from kvboost.models.pool import KeyValue
 from kvboost.models.rows import Rows
@@ -34,17 +34,9 @@ class _Enough(Exception):
 class Probe:
     """Evidence for a repair strategy; see `kvboost.reuse.repair.Evidence`."""
 
-    def __init__(
-        self,
-        model: HFModel,
-        rows: Rows,
-        tokens: Sequence[int],
-        plan: ReusePlan,
-        sensitivities: npt.NDArray[np.float32],
-    ) -> None:
+    def __init__(self, model: HFModel, rows: Rows, tokens: Sequence[int], plan: ReusePlan) -> None:
         self.tokens = tokens
         self._model, self._rows, self._plan = model, rows, plan
-        self._sensitivities = sensitivities
 
     def deviation(self) -> npt.NDArray[np.float32]:
         """How far K and V of layer 1 are from what the model computes here, relative to their size.
@@ -95,10 +87,6 @@ class Probe:
             self._run(self._live())
         return scores.numpy()
 
-    def sensitivity(self) -> npt.NDArray[np.float32]:
-        """What was measured when the text was stored; costs nothing."""
-        return self._sensitivities
-
     def _live(self) -> list[int]:
         return [p for span in self._plan.live for p in range(span.start, span.stop)]
 
@@ -119,25 +107,3 @@ def _attention_received(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     hidden = torch.arange(num_rows, device=key.device) > last[:, None]
     received: torch.Tensor = scores.masked_fill(hidden, -torch.inf).softmax(-1).mean((0, 1))
     return received
-
-
-def reordered(tokens: Sequence[int], start: int) -> list[int]:
-    """The same tokens, those before `start` in another order."""
-    half = start // 2
-    return [*tokens[half:start], *tokens[:half], *tokens[start:]]
-
-
-def context_sensitivity(rows: Rows, other: Rows, start: int) -> bytes:
-    """A byte for each token: how much its K/V changes with the text before `start`.
-
-    Both hold the same tokens, `other` those before `start` `reordered`, so that the positions of
-    all others are the same. 0 before `start`.
-    """
-    span = Span(start, other.length)
-    total = torch.zeros(len(span))
-    for ours, theirs in zip(rows.read(span), other.read(span), strict=True):
-        change = (ours.float() - theirs.float()).pow(2).sum((1, 3))  # [planes, tokens]
-        size = theirs.float().pow(2).sum((1, 3)).mean(1, keepdim=True).clamp_min(1e-12)
-        total += (change / size).sum(0).cpu()
-    ranks = total.argsort().argsort().double() / max(1, len(span) - 1)
-    return bytes(start) + bytes((ranks * 254 + 1).to(torch.uint8).tolist())

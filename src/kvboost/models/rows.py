@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 PRIVATE_BLOCK = 16
 TURNED_AT_ONCE = 128  # rows: copies in single precision stay small
 TURNED_ON_DEVICES = 8192  # launches cost more
+SHORT_RUN_BYTES = 2**18  # in a layer: attention to shorter runs one by one takes longer than a copy
 
 
 class Rows:
@@ -53,7 +54,7 @@ class Rows:
 
     @property
     def blocks(self) -> Blocks:
-        """The blocks that its rows lie in, in any order."""
+        """The blocks that hold its rows, in any order."""
         return np.concatenate([self.pool.blocks_of(self._prefix), self._blocks])
 
     @property
@@ -63,7 +64,7 @@ class Rows:
 
     @property
     def num_runs(self) -> int:
-        """In how many views its rows lie."""
+        """Number of contiguous views of its rows."""
         return len(self._runs)
 
     def make_room(self, num_rows: int) -> None:
@@ -133,7 +134,7 @@ class Rows:
                 plane[:, :, start:stop].copy_(rows[:, :, done : done + stop - start])
                 done += stop - start
 
-    def places(self, first: int, stop: int) -> Blocks:
+    def slot_mapping(self, first: int, stop: int) -> Blocks:
         """The slot mapping: rows of the pool by position; the blank one where it has none."""
         found = np.full(stop - first, self.pool.blank)
         done = 0
@@ -148,6 +149,28 @@ class Rows:
         self._blocks, size = np.concatenate([self._blocks, more]), self.pool.block_size
         own = [(start * size, stop * size) for start, stop in runs(self._blocks)]
         self._runs = merged([*self._prefix, *own])
+
+
+class Past:
+    """Rows of a sequence that a forward attends to, layer by layer.
+
+    A view for each run; one copy where runs are short (CPU).
+    """
+
+    def __init__(self, rows: Rows, first: int, stop: int) -> None:
+        self._pool, self._runs = rows.pool, rows.runs(Span(first, stop))
+        row_bytes = rows.pool.geometry.bytes_per_token // rows.pool.geometry.num_layers
+        are_short = (stop - first) * row_bytes < len(self._runs) * SHORT_RUN_BYTES
+        self._slots: torch.Tensor | None = None
+        if len(self._runs) > 1 and are_short:
+            self._slots = torch.from_numpy(rows.slot_mapping(first, stop))[None]
+
+    def layer(self, index: int) -> list[KeyValue]:
+        """K and V of a layer, in one or several parts."""
+        if self._slots is not None:
+            return [self._pool.gather(index, self._slots)]
+        key, value = self._pool.layers[index]
+        return [(key[:, :, start:stop], value[:, :, start:stop]) for start, stop in self._runs]
 
 
 def private_rows(geometry: KVGeometry, num_rows: int, device: torch.device) -> Rows:

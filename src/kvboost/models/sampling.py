@@ -19,13 +19,13 @@ Tokens: TypeAlias = npt.NDArray[np.int64]
 MOST_RANKED = 1024  # tokens that are sorted at first: top_p and min_p rarely leave more
 LEAST_TEMPERATURE = 1e-5  # below, 32 bits do not tell it from zero
 
-# Of what a grammar or a bias rules out, and of NaN: JSON has neither that nor infinity.
+# For tokens ruled out by a grammar or bias, and for NaN: JSON has neither NaN nor infinity.
 LEAST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A chosen token, with log probabilities if they are wanted."""
+    """A chosen token, with log probabilities if requested."""
 
     token: int
     logprob: float = 0.0
@@ -54,7 +54,7 @@ class Chooser:
             self.sampling.grammar.accept(token)
 
     def seen(self) -> Tokens:
-        """Tokens that the repetition penalty is for."""
+        """Tokens that the repetition penalty applies to."""
         return np.fromiter(self._seen, np.int64, len(self._seen))
 
     def offsets(self) -> tuple[Tokens, npt.NDArray[np.float32]]:
@@ -84,20 +84,20 @@ def choose(logits: Sequence[torch.Tensor], choosers: Sequence[Chooser]) -> list[
     rows = torch.stack(list(logits)).float()
     errors = adjust(rows, choosers)
     draws = [
-        _Draw(place, chooser, chooser.draw() if chooser.sampling.temperature > 0 else None)
-        for place, chooser in enumerate(choosers)
-        if place not in errors
+        _Draw(row, chooser, chooser.draw() if chooser.sampling.temperature > 0 else None)
+        for row, chooser in enumerate(choosers)
+        if row not in errors
     ]
     chosen: dict[int, Choice | Exception] = dict(errors)
     again = _choose(rows, draws, MOST_RANKED, chosen) if draws else []
     if again:
         _choose(rows, again, rows.shape[1], chosen)
-    return [chosen[place] for place in range(len(choosers))]
+    return [chosen[row] for row in range(len(choosers))]
 
 
 @dataclass(frozen=True)
 class _Draw:
-    place: int  # among the rows
+    row: int  # among the rows
     chooser: Chooser
     point: float | None  # its random number; None: greedy
 
@@ -116,58 +116,58 @@ def adjust(rows: torch.Tensor, choosers: Sequence[Chooser]) -> dict[int, Excepti
     errors: dict[int, Exception] = {}
     size, flat = rows.shape[1], rows.view(-1)
     seen, factors, added, offsets = [], [], [], []
-    for place, chooser in enumerate(choosers):
+    for row, chooser in enumerate(choosers):
         repeated, (tokens, values) = chooser.seen(), chooser.offsets()
         named = np.concatenate([repeated, tokens])
         if len(named) and not 0 <= named.min() <= named.max() < size:
-            errors[place] = IndexError(f"a penalty or bias is for no token of {size}")
+            errors[row] = IndexError(f"a penalty or bias is for no token of {size}")
             continue
-        added.append(tokens + place * size)
+        added.append(tokens + row * size)
         offsets.append(values)
-        seen.append(repeated + place * size)
+        seen.append(repeated + row * size)
         factors.append(np.full(len(seen[-1]), chooser.sampling.repetition_penalty, np.float32))
     if any(map(len, seen)):
-        places, factor = _sent(rows.device, seen, factors)
-        old = flat.index_select(0, places)
-        flat.index_copy_(0, places, torch.where(old < 0, old * factor, old / factor))
+        indices, factor = _sent(rows.device, seen, factors)
+        old = flat.index_select(0, indices)
+        flat.index_copy_(0, indices, torch.where(old < 0, old * factor, old / factor))
     if any(map(len, added)):
         flat.index_add_(0, *_sent(rows.device, added, offsets))
-    for place, chooser in enumerate(choosers):
+    for row, chooser in enumerate(choosers):
         grammar = chooser.sampling.grammar
-        if grammar is not None and place not in errors:
+        if grammar is not None and row not in errors:
             try:
-                grammar.restrict(rows[place])
+                grammar.restrict(rows[row])
             except Exception as error:
-                errors[place] = error
+                errors[row] = error
     return errors
 
 
 def _sent(
     device: torch.device, tokens: Sequence[Tokens], values: Sequence[npt.NDArray[np.float32]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    (places,) = upload(device, np.concatenate(tokens))
-    return places, sent(torch.from_numpy(np.concatenate(values)), device)
+    (indices,) = upload(device, np.concatenate(tokens))
+    return indices, sent(torch.from_numpy(np.concatenate(values)), device)
 
 
 def _choose(
     rows: torch.Tensor, draws: Sequence[_Draw], most: int, chosen: dict[int, Choice | Exception]
 ) -> list[_Draw]:
-    """Choose tokens among `most` at least; those that must be chosen among more are returned."""
+    """Choose among at least `most` tokens; returns the draws that need more candidates."""
     tokens = rows.max(dim=-1).indices  # as argmax, and twice as fast on CPUs
     is_short = torch.zeros_like(tokens, dtype=torch.bool)
     plain = [each for each in draws if each.point is not None and not each.is_ranked]
     ranked = [each for each in draws if each.is_ranked]
     counts = [min(each.chooser.sampling.top_k or most, rows.shape[1]) for each in ranked]
     if plain:
-        places, scaled, rules = _scaled(rows, plain)
-        # All may come, so that no order is needed, which takes far longer than the rest.
-        tokens.index_copy_(0, places, pick(scaled.softmax(dim=-1), rules["point"]))
+        indices, scaled, rules = _scaled(rows, plain)
+        # Every token is allowed: no sorting, which takes far longer than the rest.
+        tokens.index_copy_(0, indices, pick(scaled.softmax(dim=-1), rules["point"]))
     for count in dict.fromkeys(counts):  # which of two equal logits comes first depends on it
-        alike = [each for each, own in zip(ranked, counts, strict=True) if own == count]
-        places, scaled, rules = _scaled(rows, alike)
+        same_k = [each for each, own in zip(ranked, counts, strict=True) if own == count]
+        indices, scaled, rules = _scaled(rows, same_k)
         found, lacks = _draw_ranked(scaled, rules, count)
-        tokens.index_copy_(0, places, found)
-        is_short.index_copy_(0, places, lacks)
+        tokens.index_copy_(0, indices, found)
+        is_short.index_copy_(0, indices, lacks)
     columns = [tokens, is_short]
     num_top = max((each.chooser.sampling.top_logprobs or 0 for each in draws), default=0)
     if any(each.chooser.sampling.top_logprobs is not None for each in draws):
@@ -175,19 +175,19 @@ def _choose(
         top = logprobs.topk(min(num_top, rows.shape[1]))
         num_top = top.values.shape[1]
         columns += [logprobs.gather(1, tokens[:, None]), top.indices, top.values]
-    # As numbers of one kind, all of it is one copy; those of tokens are whole up to 2 ** 24.
+    # In one dtype it is a single copy; float32 holds token ids exactly up to 2 ** 24.
     table = torch.cat([each.view(len(rows), -1).float() for each in columns], dim=1).tolist()
     for draw in draws:
-        token, lacks, *rest = table[draw.place]
-        chosen[draw.place] = _reported(int(token), rest, draw.chooser.sampling, num_top)
-    return [draw for draw in ranked if table[draw.place][1]]
+        token, lacks, *rest = table[draw.row]
+        chosen[draw.row] = _reported(int(token), rest, draw.chooser.sampling, num_top)
+    return [draw for draw in ranked if table[draw.row][1]]
 
 
 def _reported(token: int, found: Sequence[float], rules: Sampling, num_top: int) -> Choice:
     if rules.top_logprobs is None:
         return Choice(token)
-    places, values = found[1 : 1 + num_top], found[1 + num_top :]
-    top = zip(map(int, places), values, strict=True)
+    tokens, values = found[1 : 1 + num_top], found[1 + num_top :]
+    top = zip(map(int, tokens), values, strict=True)
     return Choice(token, found[0], tuple(top)[: rules.top_logprobs])
 
 
@@ -211,10 +211,10 @@ def _scaled(
     numbers = sent(torch.tensor(table, dtype=precise), rows.device)
     names = ("point", "temperature", "top_p", "min_p", "top_k")
     columns = dict(zip(names, torch.split(numbers, 1, dim=1), strict=True))
-    (places,) = upload(rows.device, [each.place for each in draws])
-    chosen = rows.index_select(0, places)
+    (indices,) = upload(rows.device, [each.row for each in draws])
+    chosen = rows.index_select(0, indices)
     top = chosen.max(dim=-1, keepdim=True).values
-    return places, (chosen - top) / columns["temperature"].float(), columns
+    return indices, (chosen - top) / columns["temperature"].float(), columns
 
 
 def _draw_ranked(
@@ -236,12 +236,12 @@ def _draw_ranked(
     )
     lacks = ~(is_out[:, -1:] | has_top_k) if count < size else torch.zeros_like(has_top_k)
     is_out[:, 0] = False
-    places = pick(probabilities.masked_fill(is_out, 0.0), rules["point"])
-    return order.gather(1, places[:, None])[:, 0], lacks[:, 0]
+    indices = pick(probabilities.masked_fill(is_out, 0.0), rules["point"])
+    return order.gather(1, indices[:, None])[:, 0], lacks[:, 0]
 
 
 def pick(weights: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
-    """An index of each row, as often as its weight [rows, count] says; one of weight 0 never."""
+    """Draw an index in each row by weight [rows, count]; never one of weight 0."""
     sums = weights.to(point.dtype).cumsum(dim=-1)
-    places = torch.searchsorted(sums, point * sums[:, -1:], right=True)
-    return places[:, 0].clamp_max(sums.shape[1] - 1)
+    indices = torch.searchsorted(sums, point * sums[:, -1:], right=True)
+    return indices[:, 0].clamp_max(sums.shape[1] - 1)

@@ -32,7 +32,7 @@ PADDED_TOGETHER = 24  # patches
 
 @dataclass(frozen=True)
 class Patch:
-    """Rows [start, stop), and how each follows the change of the recomputed ones."""
+    """Rows [start, stop), and the weights by which they follow recomputed ones."""
 
     start: int
     stop: int
@@ -45,13 +45,13 @@ def patches(
     runs: Iterable[Span], recomputed: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> list[Patch]:
     """For each run of moved rows, how to correct it from its recomputed rows (sorted positions)."""
-    places = torch.tensor(recomputed)
+    computed = torch.tensor(recomputed)
     made = []
     for span in _pieces(runs):
-        first, last = torch.searchsorted(places, torch.tensor([span.start, span.stop])).tolist()
+        first, last = torch.searchsorted(computed, torch.tensor([span.start, span.stop])).tolist()
         if last == first:
             continue
-        rows, own = torch.arange(span.start, span.stop), places[first:last]
+        rows, own = torch.arange(span.start, span.stop), computed[first:last]
         among = _correlation(own, own)
         among.diagonal().fill_(1.0)
         weights = torch.linalg.solve(among, _correlation(own, rows)).T
@@ -80,9 +80,9 @@ class Padded:
     """Patches of one size, corrected by one product: on GPUs launches cost more than numbers."""
 
     def __init__(
-        self, patches: Sequence[Patch], places: npt.NDArray[np.int64], pool: BlockPool
+        self, patches: Sequence[Patch], slot_mapping: npt.NDArray[np.int64], pool: BlockPool
     ) -> None:
-        """Patches are in host memory; `places` are the rows of the pool by position."""
+        """Patches are in host memory; `slot_mapping` has the rows of the pool by position."""
         self._pool = pool
         length = max(patch.stop - patch.start for patch in patches)
         count = max(len(patch.rows) for patch in patches)
@@ -91,7 +91,7 @@ class Padded:
         own = np.empty((len(patches), count), np.int64)
         sources = np.empty_like(own)
         for number, patch in enumerate(patches):
-            here = places[patch.start : patch.stop]
+            here = slot_mapping[patch.start : patch.stop]
             weights[number, : len(here), : len(patch.rows)] = patch.weights
             rows[number, : len(here)] = here
             # Padded by rows of its own, of weight 0: so that overflows in other rows do not spread.
@@ -114,12 +114,12 @@ class Padded:
 
 
 def padded(
-    patches: Sequence[Patch], places: npt.NDArray[np.int64], pool: BlockPool
+    patches: Sequence[Patch], slot_mapping: npt.NDArray[np.int64], pool: BlockPool
 ) -> list[Padded]:
     """Patches in groups: one for all would copy all moved rows of a layer at once."""
     starts = range(0, len(patches), PADDED_TOGETHER)
     groups = (patches[start : start + PADDED_TOGETHER] for start in starts)
-    return [Padded(group, places, pool) for group in groups]
+    return [Padded(group, slot_mapping, pool) for group in groups]
 
 
 def _pieces(runs: Iterable[Span]) -> Iterable[Span]:

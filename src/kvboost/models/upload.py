@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -48,16 +50,25 @@ def beside(devices: Sequence[torch.device]) -> Iterator[None]:
 
     They come after all kernels that were launched before.
     """
-    streams = []
     with ExitStack() as stack:
         for device in {each for each in devices if each.type == "cuda"}:
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = _stream(device, threading.get_ident())
+            stack.callback(stream.synchronize)
             stream.wait_stream(torch.cuda.current_stream(device))
             stack.enter_context(torch.cuda.stream(stream))
-            streams.append(stream)
         yield
-    for stream in streams:
-        stream.synchronize()
+
+
+def follow(devices: Sequence[torch.device]) -> None:
+    """Let copies `beside` the model come after all kernels that it has launched by now."""
+    for device in {each for each in devices if each.type == "cuda"}:
+        torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+
+
+@cache
+def _stream(device: torch.device, thread: int) -> Any:
+    """A thread's own stream: the memory of what passed through a stream stays with it."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def fetched(tensor: torch.Tensor) -> torch.Tensor:

@@ -88,10 +88,10 @@ class Varlen:
         is_blank = (np.arange(shape[1]) > counts[:, None]).astype(np.int64)
         flat = table.ravel(), is_blank.ravel()
         device = self._pool.device
-        first, places, hidden = upload(device, seen_by, *flat)
+        first, outputs, hidden = upload(device, seen_by, *flat)
         blank = torch.zeros(shape, device=device)
         blank.masked_fill_(hidden.view(shape).bool(), -torch.inf)
-        self._numbers = PerDevice(device, first, places.view(shape), blank)
+        self._numbers = PerDevice(device, first, outputs.view(shape), blank)
 
 
 class _Call:
@@ -102,8 +102,8 @@ class _Call:
         starts = [0, *accumulate(counts)]
         lengths = [stop - start for start, stop in runs]
         self._longest = max(counts), max(lengths)
-        places = upload(pool.device, starts, [*(start for start, _ in runs), 0], lengths)
-        self._places = PerDevice(pool.device, *(each.int() for each in places))
+        bounds = upload(pool.device, starts, [*(start for start, _ in runs), 0], lengths)
+        self._bounds = PerDevice(pool.device, *(each.int() for each in bounds))
 
     def run(
         self,
@@ -115,7 +115,7 @@ class _Call:
         left: int = -1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output [queries, heads, head_dim] and its softmax sums [heads, queries]."""
-        starts, firsts, lengths = self._places.on(query.device)
+        starts, firsts, lengths = self._bounds.on(query.device)
         output, total, *_ = _flash(
             query, *planes, starts, firsts, *self._longest, 0.0, is_causal, False,  # noqa: FBT003
             scale=scale, window_size_left=left, window_size_right=-1,  # 0 by `is_causal`
@@ -125,7 +125,7 @@ class _Call:
 
 
 def can_take(segment: Segment, pool: BlockPool, window: int | None) -> bool:
-    """Whether a segment is appended to few runs of the pool, which a window does not cut."""
+    """Whether a segment is appended to a few runs of the pool, none of them cut by a window."""
     if segment.scattered is not None or segment.rows.pool is not pool:
         return False
     num_runs = segment.rows.num_runs

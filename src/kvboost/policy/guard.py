@@ -182,8 +182,9 @@ class QualityGuard:
         state.top1s.clear()
 
 
-def interval(num_yes: int, num_all: int, z: float = 1.96) -> tuple[float, float]:
+def interval(num_yes: int, num_all: int) -> tuple[float, float]:
     """Where a share lies with 95 % confidence, by Wilson's score."""
+    z = 1.96
     if num_all == 0:
         return 0.0, 1.0
     if num_yes == 0:  # not a rounding error above it

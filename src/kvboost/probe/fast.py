@@ -17,11 +17,12 @@ LONG_ENOUGH_S = 0.8  # a prefill that long stands out from any noise
 FAST = 0.8  # of a new prompt's time: a hit
 SLOW = 1.05  # of a new prompt's time: no gain, but a loss,
 LEAST_S = 0.005  # if it is also that much: below, nobody notices, and noise decides
-CLEAR = 0.005  # by chance
+CLEAR, LIKELY = 0.005, 0.05  # by chance
 GROWS, SEEN_S = 1.3, 0.05  # against a prompt of a quarter: prefill can be seen
 MOSTLY, LITTLE = 0.5, 0.1  # of a prompt's tokens
 MUCH_SLOWER = 1.2  # than a new prompt,
 LEAST_LONG = 6  # if so many were asked
+LEAST_PAIRS = 3  # of the longest prompts: a median that one late answer does not change
 MOST_EDITED = 2  # documents
 MAX_TOKENS = 4
 LAST_EDIT = "an edit at the end"
@@ -78,8 +79,8 @@ class Fast:
     def findings(self, others: Sequence[tuple[float, float]] = ()) -> list[Finding]:
         """All of them; `others` are more times of prompts, new and again."""
         if not self.pairs:
-            said = f"Times were not measured: {self.failures[0] if self.failures else 'no budget'}."
-            return [Finding("fast", "hits", "grey", said)]
+            why = self.failures[0] if self.failures else "the server is too slow for the time given"
+            return [Finding("fast", "hits", "grey", f"Times were not measured: {why}.")]
         return [self._hits(others), self._usage(), self._break_even(), self._kept()]
 
     def _find_length(self) -> int:
@@ -188,8 +189,21 @@ class Fast:
         if not self.shows:
             said = f"{told}. Times hardly grow with the prompt, so hits cannot be seen."
             return Finding("fast", "hits", "grey", said, figures)
+        longest = self.pairs[self.longest]
+        is_likely = sign_p(num_faster, num_slower + num_faster) < LIKELY
+        if not self._is_enough and is_likely:
+            said = f"{told}, but {num_faster} of {len(pairs)} prompts were faster: times vary."
+            return Finding("fast", "hits", "grey", said, figures)
+        if not self._is_enough and (_cached([pair.again for pair in longest]) or 0) > MOSTLY:
+            said = f"{told}, but usage counts cached tokens: times vary."
+            return Finding("fast", "hits", "grey", said, figures)
         said = f"{told}: no prefix cache, or it was not hit."
         return Finding("fast", "hits", "yellow", said, figures)
+
+    @property
+    def _is_enough(self) -> bool:
+        """Whether times of the longest prompts can contradict anything."""
+        return self.shows and len(self.pairs[self.longest]) >= LEAST_PAIRS
 
     def _is_slow_where_long(self) -> bool:
         """Whether all longer prompts took much longer the second time."""
@@ -214,13 +228,15 @@ class Fast:
             said = f"Usage is wrong: it counts {new:.0%} of a new prompt as cached, {again:.0%} of "
             return Finding("fast", "usage", "red", f"{said}a repeated one.", figures)
         ratios = [pair.again.ttft_s / pair.new.ttft_s for pair in pairs]
-        if self.shows and again > MOSTLY and min(ratios) > FAST and self.ratio < MUCH_SLOWER:
+        if self._is_enough and again > MOSTLY and min(ratios) > FAST and self.ratio < MUCH_SLOWER:
             said = f"U{told[1:]}, but by time nothing is: the count or the cache is wrong."
             return Finding("fast", "usage", "red", said, figures)
-        if self.shows and again < LITTLE and max(ratios) < MOSTLY:
+        if self._is_enough and again < LITTLE and max(ratios) < MOSTLY:
             said = f"By time a repeated prompt is a hit, but {told}: the count is wrong."
             return Finding("fast", "usage", "red", said, figures)
-        how = "as times say" if self.shows and self.ratio < MUCH_SLOWER else "times cannot tell"
+        how = (
+            "as times say" if self._is_enough and self.ratio < MUCH_SLOWER else "times cannot tell"
+        )
         return Finding("fast", "usage", "green", f"U{told[1:]}; {how}.", figures)
 
     def _grows_with_prompts(self) -> bool:

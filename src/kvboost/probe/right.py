@@ -207,8 +207,11 @@ class Right:
                 "before the edit, which is not in their prompt: keys ignore part of the text."
             )
             return Finding("right", "edits", "red", said, figures)
+        if not edited:
+            said = "No time for questions about edited documents."
+            return Finding("right", "edits", "grey", said, figures)
         said = f"None of {len(edited)} answers about an edited document is from before the edit."
-        return Finding("right", "edits", "green" if edited else "grey", said, figures)
+        return Finding("right", "edits", "green", said, figures)
 
     def _mixed_up(self) -> Finding:
         codes = {each.document.code: each.document.seed for each in self.asked}

@@ -31,12 +31,17 @@ def derive(chunks: Iterable[Chunk], space: Namespace) -> list[ChunkKeys]:
     Tokens are hashed as little-endian u32, never through hash() or pickle: keys are shared between
     processes and machines and must not depend on PYTHONHASHSEED or a Python version.
     """
-    keys, parent = [], PrefixKey(sha256(b"prefix" + space).digest())
+    keys, parent = [], root(space)
     for chunk in chunks:
         prefix = prefix_key(parent, chunk.tokens)
         keys.append(ChunkKeys(parent, prefix))
         parent = prefix
     return keys
+
+
+def root(space: Namespace) -> PrefixKey:
+    """What the keys of all prompts of a namespace build on."""
+    return PrefixKey(sha256(b"prefix" + space).digest())
 
 
 def content_key(tokens: bytes, space: Namespace) -> ContentKey:

@@ -79,16 +79,16 @@ def find_moved(
     cursor = plan.matches[-1].span.stop if plan.matches else 0
     text = b"".join(chunk.tokens for chunk in chunks)
     tokens = np.frombuffer(text, dtype="<u4")[cursor:]
-    places, hashes = anchors.pick(tokens, anchors.salt(space))
+    positions, hashes = anchors.pick(tokens, anchors.salt(space))
     matches = list(plan.matches)
     company = Company(text, index)
-    for place, anchor in zip((places + cursor).tolist(), hashes.tolist(), strict=True):
-        if place < cursor:
+    for position, anchor in zip((positions + cursor).tolist(), hashes.tolist(), strict=True):
+        if position < cursor:
             continue  # inside the last run, or before it, where that run could not reach
         seen = index.sightings(anchor, space)
         if same_company:
             seen = [each for each in seen if not company.before(each[0])]
-        runs = [_run_around(place, *each, text, cursor, index) for each in seen]
+        runs = [_run_around(position, *each, text, cursor, index) for each in seen]
         run = _best(runs, company, same_company=same_company)
         matches += run
         cursor = run[-1].span.stop if run else cursor
@@ -96,7 +96,7 @@ def find_moved(
 
 
 def _best(runs: Sequence[list[Match]], company: Company, *, same_company: bool) -> list[Match]:
-    """The run with the fewest strangers in its company, if it is not much shorter than others."""
+    """The run with the fewest strangers before it, unless it is much shorter than others."""
     least = max([LEAST_MOVED_TOKENS, *(_length(run) / 2 for run in runs)])
     runs = [run for run in runs if _length(run) >= least]
     if len(runs) < 2 and not same_company:
@@ -125,23 +125,23 @@ def _head_of_child(rest: Sequence[Chunk], key: ChunkKeys, index: ChunkIndex) -> 
 
 
 def _run_around(
-    place: int, seen: Entry, offset: int, text: bytes, start: int, index: ChunkIndex
+    position: int, seen: Entry, offset: int, text: bytes, start: int, index: ChunkIndex
 ) -> list[Match]:
-    """The longest run of stored tokens around a place, within [start, end of text - 1).
+    """The longest run of stored tokens around a position, within [start, end of text - 1).
 
-    Token `offset` of the entry seems to match the one at `place`, which is verified here.
+    Token `offset` of the entry seems to match the one at `position`, which is verified here.
     """
     stop = len(text) // TOKEN_BYTES - 1
-    first = place - offset  # position of the chunk's first token
+    first = position - offset  # position of the chunk's first token
     end = min(stop, first + seen.num_tokens)
-    ahead = shared_head(_part(seen.tokens, offset, seen.num_tokens), _part(text, place, end))
+    ahead = shared_head(_part(seen.tokens, offset, seen.num_tokens), _part(text, position, end))
     if ahead == 0:
         return []
-    back = shared_tail(_part(seen.tokens, 0, offset), _part(text, max(start, first), place))
+    back = shared_tail(_part(seen.tokens, 0, offset), _part(text, max(start, first), position))
     before = _before(seen, first, start, text, index) if back == offset else []
     after = []
     if offset + ahead == seen.num_tokens:
-        after = _after(seen, place + ahead, stop, text, index)
+        after = _after(seen, position + ahead, stop, text, index)
     pieces = [*before, (seen, first, offset - back, offset + ahead), *after]
     return [_moved(*piece, follows=number > 0) for number, piece in enumerate(pieces)]
 
@@ -149,7 +149,7 @@ def _run_around(
 def _before(
     entry: Entry, first: int, start: int, text: bytes, index: ChunkIndex
 ) -> list[tuple[Entry, int, int, int]]:
-    """Chunks that an entry at `first` was computed after, as far back as the text says the same."""
+    """The chunks before an entry at `first`, as far back as the text matches."""
     pieces: list[tuple[Entry, int, int, int]] = []
     while (before := index.before(entry)) is not None:
         if before.home + before.num_tokens != entry.home:
@@ -164,19 +164,19 @@ def _before(
 
 
 def _after(
-    entry: Entry, place: int, stop: int, text: bytes, index: ChunkIndex
+    entry: Entry, position: int, stop: int, text: bytes, index: ChunkIndex
 ) -> list[tuple[Entry, int, int, int]]:
-    """Chunks that were computed after an entry that ends at `place`, as far as the text goes."""
+    """The chunks after an entry that ends at `position`, as far as the text matches."""
     pieces: list[tuple[Entry, int, int, int]] = []
     while True:
-        rest = _part(text, place, min(stop, place + LONGEST_CHUNK))
+        rest = _part(text, position, min(stop, position + LONGEST_CHUNK))
         after, ahead = index.nearest_child(entry.key, rest)
         if after is None or entry.home + entry.num_tokens != after.home:
             return pieces
-        pieces.append((after, place, 0, ahead))
+        pieces.append((after, position, 0, ahead))
         if ahead < after.num_tokens:
             return pieces
-        entry, place = after, place + ahead
+        entry, position = after, position + ahead
 
 
 def _part(text: bytes, start: int, stop: int) -> bytes:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvboost.codecs.frame import FrameError
@@ -35,11 +34,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Placed:
-    """What of a plan is in its slots now, and the keys under which nothing usable was found."""
+    """The part of a plan that was placed, and the keys that had nothing usable."""
 
     plan: ReusePlan
     lost: tuple[FrameKey, ...]
-    sensitivities: npt.NDArray[np.float32]  # of each position; 0 where nothing is known
 
 
 def assemble(
@@ -62,7 +60,6 @@ def assemble(
     """
     placed: list[Match] = []
     lost: list[FrameKey] = []
-    sensitivities = np.zeros(plan.num_tokens, np.float32)
     for match in plan.matches:
         if match.kind is MatchKind.EXACT and lost:
             continue
@@ -71,9 +68,6 @@ def assemble(
             lost.append(match.key)
             continue
         placed.append(_as_stored(match, chunk.entry, placed[-1] if placed else None))
-        if chunk.sensitivity:
-            part = np.frombuffer(chunk.sensitivity, np.uint8)[match.offset :][: len(match.span)]
-            sensitivities[match.span.start : match.span.stop] = part
     placed_plan = ReusePlan(plan.num_tokens, tuple(placed))
     for run in placed_plan.runs:
         if run.kind is MatchKind.MOVED:
@@ -81,7 +75,7 @@ def assemble(
             geometry, rotations = model.geometry, model.rotations
             turn = partial(move, geometry=geometry, rotations=rotations, delta=run.delta)
             slots.turn(run.span, turn)
-    return Placed(placed_plan, tuple(lost), sensitivities)
+    return Placed(placed_plan, tuple(lost))
 
 
 def _place(
@@ -92,7 +86,7 @@ def _place(
     store: ChunkStore,
     space: Namespace,
 ) -> bool:
-    """Write a match's rows; whether the chunk is good for that."""
+    """Write a match's rows; returns whether the chunk was usable."""
     if chunk.entry.space != space:
         log.error("a stored chunk belongs to another tenant, adapter or model")
         store.metrics.add("foreign_frames")
@@ -114,7 +108,7 @@ def _place(
 
 
 def is_what_it_says(chunk: StoredChunk, match: Match, tokens: Sequence[int]) -> bool:
-    """Whether a chunk has the tokens, and where it is exact the history, that a match says."""
+    """Whether a chunk has a match's tokens and, if exact, its history."""
     here = np.asarray(tokens[match.span.start : match.span.stop], "<u4").tobytes()
     entry, first = chunk.entry, match.offset * TOKEN_BYTES
     if entry.tokens[first : first + len(here)] != here:
@@ -126,7 +120,7 @@ def is_what_it_says(chunk: StoredChunk, match: Match, tokens: Sequence[int]) -> 
 
 
 def _as_stored(match: Match, entry: Entry, before: Match | None) -> Match:
-    """A moved match by what its frame says of itself.
+    """A moved match, corrected by its frame's own head.
 
     A content key names tokens alone: another process, or this one at another time, may have stored
     the same text from another position since lookup read the index.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     Scores = npt.NDArray[np.float32]
     """A number for each position of the prompt: the higher, the more it wants repair."""
 
-# Of the tokens that a run may spend. Heads are the first part, as far as they are asked for; what
-# is left goes to evenly spaced tokens and to those near the question's words.
+# Shares of a run's recomputed tokens: at most the first for its head; of the rest, the second for
+# evenly spaced tokens, and what remains for tokens near the question's words.
 HEAD_PART, EVEN_PART = 1 / 3, 0.6
 NEAR_TOKENS = 8.0  # distance at which a word of the question counts a third
 REACH = 24
-SAMPLED_PART = 0.2  # of what QueryRepair may spend; passages get the rest
+SAMPLED_PART = 0.2  # of QueryRepair's tokens; passages get the rest
 PASSAGE_REACH = 6  # tokens on each side that attention to a token counts for
 
 
@@ -36,9 +36,6 @@ class Evidence(Protocol):
 
     def attention(self) -> Scores:
         """Attention from the end of the prompt to each position, in a few middle layers. Costly."""
-
-    def sensitivity(self) -> Scores:
-        """How much each token's K/V depends on its context, measured by `warm`; 0: unknown."""
 
 
 class Repair(ABC):
@@ -66,41 +63,34 @@ class NoRepair(Repair):
 
 
 class SelectiveRepair(Repair):
-    """Computes the heads of runs, which saw the beginning of another text, and tails if asked."""
+    """Computes the heads of runs, which saw the beginning of another text."""
 
-    def __init__(self, head_tokens: int, tail_tokens: int = 0) -> None:
-        self._head_tokens, self._tail_tokens = head_tokens, tail_tokens
+    def __init__(self, head_tokens: int) -> None:
+        self._head_tokens = head_tokens
 
     def expected_rows(self, plan: ReusePlan) -> int:
-        """Head and tail of each run, as long as it is."""
-        each = self._head_tokens + self._tail_tokens
-        return sum(min(len(run), each) for run in plan.moved)
+        """The head of each run, as long as it is."""
+        return sum(min(len(run), self._head_tokens) for run in plan.moved)
 
     def select(self, plan: ReusePlan, evidence: Evidence) -> list[int]:
-        """The first and last tokens of each run."""
-        chosen: set[int] = set()
-        for run in plan.moved:
-            chosen |= set(range(run.start, min(run.start + self._head_tokens, run.stop)))
-            chosen |= set(range(max(run.stop - self._tail_tokens, run.start), run.stop))
-        return sorted(chosen)
+        """The first tokens of each run."""
+        heads = ((run.start, min(run.start + self._head_tokens, run.stop)) for run in plan.moved)
+        return [position for head in heads for position in range(*head)]
 
 
-class ScoredRepair(Repair):
-    """Computes the tokens that score highest.
+class CacheBlendRepair(Repair):
+    """Computes the tokens whose first layers deviate most from a full prefill."""
 
-    By deviation this is CacheBlend, by sensitivity a ranking made when the text was stored.
-    """
-
-    def __init__(self, ratio: float, score: Callable[[Evidence], Scores]) -> None:
-        self._ratio, self._score = ratio, score
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
 
     def expected_rows(self, plan: ReusePlan) -> int:
         """The ratio, times the moved tokens."""
         return round(self._ratio * sum(len(run) for run in plan.moved))
 
     def select(self, plan: ReusePlan, evidence: Evidence) -> list[int]:
-        """The highest scores."""
-        return highest(self._score(evidence), plan, self._ratio) if plan.moved else []
+        """The highest deviations."""
+        return highest(evidence.deviation(), plan, self._ratio) if plan.moved else []
 
 
 class SampledRepair(Repair):

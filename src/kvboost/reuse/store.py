@@ -34,11 +34,8 @@ def commit(
     keys: Sequence[ChunkKeys],
     space: Namespace,
     store: ChunkStore,
-    sensitivities: bytes = b"",
 ) -> None:
     """Store exact chunks, which are the whole prompt from its start, under their prefix keys.
-
-    `sensitivities` has a byte for each token, where that was measured.
 
     `slots` must hold their K/V and must not be written meanwhile. A last chunk that is the head of
     a longer stored one is not stored, and a stored one that a new chunk extends is dropped.
@@ -53,7 +50,7 @@ def commit(
     longer = index.extension(keys[-1].parent, chunks[-1].tokens) if chunks else None
     is_there = longer is not None and store.tiers.has_at_hand(longer.key)
     wanted = entries[:-1] if is_there else entries
-    for entry in _put_new(slots, chunks, wanted, store, sensitivities):
+    for entry in _put_new(slots, chunks, wanted, store):
         assert entry.parent is not None
         shorter = index.childless_head(entry.parent, entry.tokens)
         if shorter is not None and store.tiers.discard(shorter):
@@ -81,7 +78,6 @@ def _put_new(
     chunks: Sequence[Chunk],
     entries: Sequence[Entry],
     store: ChunkStore,
-    sensitivities: bytes = b"",
 ) -> list[Entry]:
     """Store the entries that the store does not hold yet, and return them."""
     new: list[Entry] = []
@@ -93,15 +89,12 @@ def _put_new(
         if entry.key in seen or store.has(entry.key):
             continue
         seen.add(entry.key)
-        known = sensitivities[chunk.span.start : chunk.span.stop]
         try:
             with store.writing:
-                stored = store.tiers.medium.from_slots(
-                    entry, slots, chunk.span, known, anchors_of[entry]
-                )
+                stored = store.tiers.medium.from_slots(entry, slots, chunk.span, anchors_of[entry])
                 if store.tiers.put(entry.key, stored):
                     new.append(entry)
-        except KVBoostError as error:  # the pool is full of what may not leave
+        except KVBoostError as error:  # the pool is full of pinned or running K/V
             log.debug("a chunk is not stored: %s", error)
     new = [entry for entry in reversed(new) if store.tiers.holds(entry.key)]
     store.tiers.send_below(entry.key for entry in new)
@@ -123,10 +116,12 @@ def _anchors_by_chunk(chunks: Sequence[Chunk], entries: Sequence[Entry]) -> list
     if not entries:
         return []
     tokens = np.frombuffer(b"".join(chunk.tokens for chunk in chunks), dtype="<u4")
-    places, hashes = anchors.pick(tokens, anchors.salt(entries[0].space))
+    positions, hashes = anchors.pick(tokens, anchors.salt(entries[0].space))
     starts = np.array([chunk.span.start for chunk in chunks]) - chunks[0].span.start
-    owners = np.searchsorted(starts, places, side="right") - 1
+    owners = np.searchsorted(starts, positions, side="right") - 1
     found: list[list[Anchor]] = [[] for _ in chunks]
-    for owner, place, anchor in zip(owners.tolist(), places.tolist(), hashes.tolist(), strict=True):
-        found[owner].append((place - int(starts[owner]), anchor))
+    for owner, position, anchor in zip(
+        owners.tolist(), positions.tolist(), hashes.tolist(), strict=True
+    ):
+        found[owner].append((position - int(starts[owner]), anchor))
     return found[: len(entries)]

@@ -1,6 +1,6 @@
-"""What each replica holds, by places, as far as this router knows.
+"""What each replica holds, by anchors, as far as this router knows.
 
-A bit for every name and replica, in rows of names: what a prompt's places cost to look up does not
+A bit for every name and replica, in rows of names: what a prompt's anchors cost to look up does not
 grow with what the replicas hold. See `Book.size_bytes`.
 """
 
@@ -14,36 +14,36 @@ import numpy as np
 import numpy.typing as npt
 
 ALL_NAMES = 2**64 - 1
-MAX_PLACES = 1 << 20  # 17 million tokens
+MAX_ANCHORS = 1 << 20  # 17 million tokens
 _Names = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
 class Report:
-    """All places held whose name is at most `limit`; of others nothing is said.
+    """All anchors held whose name is at most `limit`; of others nothing is said.
 
     A sample of what is held if that is much. All replicas sample the same names, so what two of
     them hold can be compared.
     """
 
     limit: int
-    places: _Names
+    anchors: _Names
 
     def to_wire(self) -> dict[str, object]:
         """This report as values that JSON can hold."""
-        return {"limit": self.limit, "places": self.places.astype("<u8").tobytes()}
+        return {"limit": self.limit, "anchors": self.anchors.astype("<u8").tobytes()}
 
     @classmethod
     def from_wire(cls, wire: object) -> Report | None:
         """What `to_wire` gave; None if it is something else."""
         if not isinstance(wire, Mapping):
             return None
-        limit, places = wire.get("limit"), wire.get("places")
+        limit, anchors = wire.get("limit"), wire.get("anchors")
         if type(limit) is not int or not 0 <= limit <= ALL_NAMES:
             return None
-        if not isinstance(places, bytes) or len(places) % 8:
+        if not isinstance(anchors, bytes) or len(anchors) % 8:
             return None
-        return cls(limit, np.frombuffer(places, "<u8").astype(np.uint64))
+        return cls(limit, np.frombuffer(anchors, "<u8").astype(np.uint64))
 
 
 class Book:
@@ -53,8 +53,8 @@ class Book:
     rows: it may be large, and must not evict what requests ask for.
     """
 
-    def __init__(self, max_places: int = MAX_PLACES) -> None:
-        self._max_places = max_places
+    def __init__(self, max_anchors: int = MAX_ANCHORS) -> None:
+        self._max_anchors = max_anchors
         self._rows: dict[int, int] = {}  # name -> row, the oldest first
         self._free_rows: list[int] = []
         self._names = np.zeros(0, np.uint64)  # of each row
@@ -77,20 +77,20 @@ class Book:
         """Memory of the arrays; the names' table adds about 120 bytes for each name."""
         return self._names.nbytes + self._held.nbytes + self._is_fresh.nbytes
 
-    def shares(self, places: _Names, *, in_order: bool) -> dict[str, float]:
-        """The share of a prompt's places that each replica holds, of those that hold any.
+    def shares(self, anchors: _Names, *, in_order: bool) -> dict[str, float]:
+        """The share of a prompt's anchors that each replica holds, of those that hold any.
 
         With `in_order` only those before the first that a replica does not hold: all that exact
-        reuse can use. Places of which a replica's report says nothing are left out of account.
+        reuse can use. Anchors of which a replica's report says nothing are left out of account.
         """
         if not len(self._rows):
             return {}
-        rows = self._rows_of(places)
+        rows = self._rows_of(anchors)
         held = self._held[rows]
         held[rows < 0] = 0
-        run, num_told = held, np.full(len(self._limits), len(places))
+        run, num_told = held, np.full(len(self._limits), len(anchors))
         if (self._limits < ALL_NAMES).any():
-            is_untold = places[:, np.newaxis] > self._limits
+            is_untold = anchors[:, np.newaxis] > self._limits
             untold = np.packbits(is_untold, axis=1, bitorder="little") & ~held
             run, num_told = held | untold, num_told - _counts(untold)
         if in_order:
@@ -101,9 +101,9 @@ class Book:
             replica: shares[column] for replica, column in self._columns.items() if shares[column]
         }
 
-    def sent(self, places: _Names, replica: str) -> None:
-        """Record that a prompt with these places was sent to a replica."""
-        names = list(dict.fromkeys(places.tolist()))[: self._max_places]
+    def sent(self, anchors: _Names, replica: str) -> None:
+        """Record that a prompt with these anchors was sent to a replica."""
+        names = list(dict.fromkeys(anchors.tolist()))[: self._max_anchors]
         known = {name: self._rows.pop(name) for name in names if name in self._rows}
         self._rows.update(known)  # the newest now
         self._add([name for name in names if name not in known])
@@ -117,9 +117,9 @@ class Book:
 
         That may not have been stored yet.
         """
-        rows = self._rows_of(report.places)
-        room = self._max_places - len(self._rows)
-        new_rows = self._add(np.unique(report.places[rows < 0])[:room].tolist())
+        rows = self._rows_of(report.anchors)
+        room = self._max_anchors - len(self._rows)
+        new_rows = self._add(np.unique(report.anchors[rows < 0])[:room].tolist())
         byte, bit = self._place_of(replica)
         held, fresh = self._held[:, byte], self._is_fresh[:, byte]
         before = held & bit
@@ -141,14 +141,14 @@ class Book:
         self._free_unheld(rows)
         self._free_columns.append(self._columns.pop(replica))
 
-    def _rows_of(self, places: _Names) -> npt.NDArray[np.int64]:
+    def _rows_of(self, anchors: _Names) -> npt.NDArray[np.int64]:
         """The row of each name, -1 if it has none."""
-        found = map(self._rows.get, places.tolist(), repeat(-1))
-        return np.fromiter(found, np.int64, len(places))
+        found = map(self._rows.get, anchors.tolist(), repeat(-1))
+        return np.fromiter(found, np.int64, len(anchors))
 
     def _add(self, names: list[int]) -> list[int]:
         """Give new names a row each; the oldest names leave if there are too many."""
-        num_leaving = max(0, len(self._rows) + len(names) - self._max_places)
+        num_leaving = max(0, len(self._rows) + len(names) - self._max_anchors)
         self._free([self._rows[name] for name in islice(self._rows, num_leaving)])
         while len(self._free_rows) < len(names):
             self._grow_rows()
@@ -169,7 +169,7 @@ class Book:
 
     def _grow_rows(self) -> None:
         known = len(self._names)
-        size = min(self._max_places, max(1024, 2 * known))
+        size = min(self._max_anchors, max(1024, 2 * known))
         self._free_rows.extend(range(size - 1, known - 1, -1))
         self._names = np.pad(self._names, (0, size - known))
         self._held, self._is_fresh = (

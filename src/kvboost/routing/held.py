@@ -1,4 +1,4 @@
-"""What one engine holds, by the places of its texts, from the events of its store."""
+"""What one engine holds, by the anchors of its texts, from the events of its store."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 import numpy as np
 
 from kvboost.core import TOKEN_BYTES
-from kvboost.routing import places
+from kvboost.routing import anchors
 from kvboost.routing.book import ALL_NAMES, Report
 
-# What is read of the text before a chunk, so that the places where the two meet are found as well.
-# It has to give `places.SHORTEST` bytes, and does unless tokens are shorter than three.
+# What is read of the text before a chunk, so that the anchors where the two meet are found as well.
+# It has to give `anchors.SHORTEST` bytes, and does unless tokens are shorter than three.
 TAIL_BYTES = 64 * TOKEN_BYTES
 MOST_READ = 2000  # chunks for one report, a second or so; the rest waits for the next
 
@@ -20,14 +20,16 @@ MOST_READ = 2000  # chunks for one report, a second or so; the rest waits for th
 class Held:
     """The chunks that an engine holds. Thread-safe; only `report` takes time."""
 
-    def __init__(self, text_of_tokens: Callable[[bytes], bytes], max_places: int = 1 << 14) -> None:
+    def __init__(
+        self, text_of_tokens: Callable[[bytes], bytes], max_anchors: int = 1 << 14
+    ) -> None:
         """Read tokens by `text_of_tokens`, from little-endian u32 to UTF-8, when they are reported.
 
-        A report has at most `max_places`, those with the smallest names: 128 KiB, sent to every
+        A report has at most `max_anchors`, those with the smallest names: 128 KiB, sent to every
         router.
         """
         self._text_of_tokens = text_of_tokens
-        self._max_places = max_places
+        self._max_anchors = max_anchors
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
         self._chunks: dict[bytes, tuple[bytes, bytes | None]] = {}  # key -> tokens, parent
@@ -55,7 +57,7 @@ class Held:
                 each.clear()
 
     def report(self) -> Report:
-        """The places of what is held, as far as it was read: the newest of what is new first."""
+        """The anchors of what is held, as far as it was read: the newest of what is new first."""
         if not self._reporting.acquire(blocking=False):
             return self._last
         try:
@@ -63,7 +65,7 @@ class Held:
             with self._lock:
                 held = list(self._names.values())
             names = np.unique(np.frombuffer(b"".join(held), np.uint64))
-            kept = names[: self._max_places]
+            kept = names[: self._max_anchors]
             limit = ALL_NAMES if len(kept) == len(names) else int(kept[-1])
             self._last = Report(limit, kept)
             return self._last
@@ -77,7 +79,7 @@ class Held:
                 key, _ = self._unread.popitem()
                 texts[key] = self._tail_before(key) + self._chunks[key][0]
         for key, tokens in texts.items():
-            names = places.find(self._text_of_tokens(tokens)).tobytes()
+            names = anchors.find(self._text_of_tokens(tokens)).tobytes()
             with self._lock:
                 if key in self._chunks:
                     self._names[key] = names

@@ -7,11 +7,11 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvboost.routing.places import SEPARATOR
+from kvboost.routing.anchors import SEPARATOR
 
 
 def text_of(request: object) -> bytes:
-    """The text of a prompt as UTF-8, its parts separated by `places.SEPARATOR`; never raises.
+    """The text of a prompt as UTF-8, its parts separated by `anchors.SEPARATOR`; never raises.
 
     `request` is a parsed body, or an object with `messages`, `prompt` or, for the Responses API,
     `instructions` and `input`; of others nothing is known. Token ids give their bytes,

@@ -54,7 +54,7 @@ class Answers:
         self.num_tokens = 0  # received from the engine, fetched or not
 
     def start(self, engine: KVBoost, asks: Sequence[Ask], tenant: str, deadline_s: float) -> None:
-        """Submit all to the engine, or none.
+        """Submit all outputs to the engine, or none.
 
         Raises:
             KVBoostError: the engine does not take one of them.

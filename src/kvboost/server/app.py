@@ -270,7 +270,7 @@ class Endpoints:
         return await unless_gone(request, self._queued(request, self._preparing, work))
 
     async def _queued(self, request: Request, turns: Turns, work: Callable[[], Any]) -> Any:
-        """Work for a request before it is in the engine's queue."""
+        """Run work for a request before it enters the engine's queue."""
         return await turns.run(request.state.caller.tenant, work)
 
     async def _administered(self, request: Request, work: Callable[[], Any]) -> Any:

@@ -89,7 +89,7 @@ def check_template_kwargs(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _few_prompts(given: Any) -> Any:
-    """Refuse too many before each is looked at."""
+    """Refuse too many prompts before validating each."""
     is_tokens = isinstance(given, list) and bool(given) and isinstance(given[0], int)
     if isinstance(given, list) and not is_tokens and len(given) > MOST_ANSWERS:
         raise ValueError(f"more than {MOST_ANSWERS} prompts")
@@ -265,7 +265,7 @@ class ChatBody(Sampled):
 
     @property
     def limit_name(self) -> str:
-        """The name under which the client has bounded the answer."""
+        """The client's name for the limit of output tokens."""
         return "max_tokens" if self.max_tokens else "max_completion_tokens"
 
     @property
@@ -275,7 +275,7 @@ class ChatBody(Sampled):
 
     @property
     def has_form(self) -> bool:
-        """Whether the answer must form something: JSON or a call."""
+        """Whether the output has a required form: JSON or a call."""
         must_call = self.tool_choice == "required" or self.named_tool is not None
         return must_call or isinstance(self.response_format, ObjectFormat | SchemaFormat)
 
@@ -288,7 +288,7 @@ class ChatBody(Sampled):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template gets besides messages and tools."""
+        """Variables of the chat template besides messages and tools."""
         effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
         return {**effort, **(self.chat_template_kwargs or {})}
 
@@ -334,7 +334,7 @@ class TokenizeBody(Body):
 
     @property
     def chat(self) -> ChatBody:
-        """The chat whose prompt is meant, if there are messages."""
+        """The messages as a chat, if there are any."""
         return self._chat
 
 

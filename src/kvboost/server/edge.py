@@ -39,7 +39,7 @@ class Limits:
 
     @classmethod
     def of(cls, options: ServerOptions) -> Limits:
-        """Those of the options, with no more connections than the process may open."""
+        """The limits of the options, with no more connections than the process may open."""
         connections = options.max_connections
         if resource is not None:
             descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -60,7 +60,7 @@ def protocol(limits: Limits) -> type[asyncio.Protocol]:
 
 
 def end_unread(bound: socket.socket, timeout_s: float) -> None:
-    """Have the kernel end connections of this socket whose peer reads nothing for this long."""
+    """Let the kernel close connections whose peer reads nothing for this long."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         milliseconds = int(1e3 * timeout_s)
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
@@ -171,7 +171,7 @@ class Connection(HttpToolsProtocol):
         self._check_later("unread", self._limits.timeout_s, again)
 
     def send_400_response(self, msg: str) -> None:
-        """Tell why a request was not understood."""
+        """Say why a request was not understood."""
         status, reason = self._refusal
         self._refuse(status, reason or msg)
 

@@ -1,4 +1,4 @@
-"""Middleware of every request: its id, its caller, its limits and its record."""
+"""Middleware of every request: id, caller, limits and record."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ INTERSECTING = re.compile(r'"(allOf|format|multipleOf|pattern|patternProperties)
 TRIAL = f"""
 import os, signal, sys
 if hasattr(signal, "setitimer"):  # not on Windows
-    os.nice(5)  # answers go first
+    os.nice(10)  # answers go first
     signal.alarm({int(MAX_WAIT_S) + 2})  # should the server be gone
 from llguidance import LLMatcher
 if hasattr(signal, "setitimer"):
@@ -139,7 +139,7 @@ class TokenGrammar:
         logits.masked_fill_(sent(torch.from_numpy(allowed == 0), logits.device), float("-inf"))
 
     def accept(self, token: int) -> None:
-        """Go on with a token that was chosen; a forbidden one is a ConfigError."""
+        """Advance by a chosen token; a forbidden one is a ConfigError."""
         self._matcher.consume_token(token)
         _check(self._matcher)
 

@@ -41,7 +41,7 @@ class JsonLines(logging.Formatter):
     """An object in one line for each record."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line; what came from outside cannot end it."""
+        """The line, in which text from outside cannot break the line."""
         at = datetime.fromtimestamp(record.created, timezone.utc)
         line = {
             "time": at.isoformat(timespec="milliseconds"),
@@ -59,7 +59,7 @@ class TextLines(logging.Formatter):
     """A line for people, without what is empty; a traceback follows in lines of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line; what came from outside cannot end it."""
+        """The line, in which text from outside cannot break the line."""
         at = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         fields = getattr(record, FIELDS, {}).items()
         pairs = [f"{name}={_shown(value)}" for name, value in fields if value not in (None, "")]

@@ -147,7 +147,7 @@ def is_loopback(host: str) -> bool:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Give a parser a flag for every option; what is not given is not in its result."""
+    """Add a flag for every option to a parser; flags not given are not in its result."""
     parser.usage = "%(prog)s --model MODEL [options]"
     parser.add_argument(
         "--config",
@@ -192,10 +192,10 @@ def read_options(
         try:
             made.append(kind(**own))
         except ConfigError as error:
-            places = [
+            sources = [
                 f"{n} was set by {at}" for n, (_, at) in found.items() if f"{n}=" in str(error)
             ]
-            raise ConfigError("; ".join([str(error), *places])) from None
+            raise ConfigError("; ".join([str(error), *sources])) from None
     return made[0], made[1]
 
 
@@ -273,7 +273,7 @@ def _from_file(path: str, known: Mapping[str, Any]) -> dict[str, tuple[Any, str]
 
 
 def _value(hint: Any, written: Any) -> Any:
-    """What was written, in the option's type; unchanged where that fails: checks will refuse it."""
+    """The text in the option's type; unchanged if that fails, for the checks to refuse."""
     if get_origin(hint) is tuple:
         several = written.split() if isinstance(written, str) else written
         return tuple(several) if isinstance(several, list) else several

@@ -45,7 +45,7 @@ code {{ background: #f2f2f4; padding: .1rem .3rem; border-radius: .2rem }}
 
 
 def page(model: str | None, version: str, api: str, *, is_ready: bool) -> HTMLResponse:
-    """What anybody may know: no model's name where that needs a key. `api`: path of the docs."""
+    """The public facts: no model name where that needs a key. `api`: path of the docs."""
     facts = {
         "Status": "ready" if is_ready else "shutting down",
         "Model": "shown to clients with an API key" if model is None else model,

@@ -123,7 +123,7 @@ class Planner:
         grammars: Grammars,
         arrange: Callable[[DocumentOrder, str, str | None], Arrangement | None],
     ) -> None:
-        """`arrange` makes what orders the documents of a prompt, for a tenant and an adapter."""
+        """`arrange` makes the arrangement of documents for a tenant and an adapter."""
         self._tokenizer = tokenizer
         self._arrange = arrange
         self._options = options
@@ -161,7 +161,7 @@ class Planner:
         return self._plan(body, asks, num_each, num_kept, reply)
 
     def grammars(self, body: ChatBody) -> list[Grammar | None]:
-        """What each answer must form; may be called from another thread."""
+        """The grammar of each answer; may be called from another thread."""
         return [self._grammar(body) for _ in range(body.n or 1)]
 
     def chat(self, body: ChatBody, grammars: Sequence[Grammar | None], tenant: str) -> Plan:
@@ -179,7 +179,7 @@ class Planner:
     def response(
         self, body: ResponsesBody, chat: ChatBody, grammars: Sequence[Grammar | None], tenant: str
     ) -> Plan:
-        """The plan of /v1/responses: that of the chat, told in other events."""
+        """The plan of /v1/responses: that of the chat, with other events."""
         plan = self.chat(chat, grammars, tenant)
         return replace(plan, reply=ResponseReply(plan.reply.model, body))
 
@@ -218,7 +218,7 @@ class Planner:
         return tokens
 
     def warmed(self, body: WarmBody) -> str | list[str] | list[int]:
-        """The content to warm; no text of it is longer than a prompt may be."""
+        """The texts to warm, none longer than a prompt may be."""
         self._model.adapter(body.model)
         for text in [body.text or "", body.preface or "", *(body.texts or ())]:
             self._check_size(text)
@@ -243,7 +243,7 @@ class Planner:
         )
 
     def _arranging(self, body: Sampled, tenant: str, adapter: str | None) -> Arrangement | None:
-        """What arranges the documents of a request, if it may reuse anything."""
+        """The arrangement of a request's documents, if it may reuse anything."""
         order = body.order if body.reuse != "off" else None
         return self._arrange(order or "given", tenant, adapter)
 
@@ -337,7 +337,7 @@ class Planner:
         return min(most, self._model.context_tokens - len(tokens))
 
     def _check_size(self, *texts: str) -> None:
-        """Refuse what cannot fit: tokenizing megabytes takes seconds, in which others wait."""
+        """Refuse what cannot fit: others would wait while megabytes are tokenized."""
         num_chars = sum(map(len, texts))
         context = self._model.context_tokens
         if context is not None and num_chars > context * self._longest_token:

@@ -68,7 +68,7 @@ def refused(message: str, param: str | None = None) -> Problem:
 
 
 def internal(request_id: str) -> Problem:
-    """A fault of ours: the client learns where to find it in the log, and no more."""
+    """An internal error: the client learns its id in the log, and no more."""
     return Problem(500, f"internal error (request id {request_id})", code="internal_error")
 
 
@@ -112,7 +112,7 @@ def invalid(errors: Sequence[Mapping[str, Any]], body: type[BaseModel] | None) -
 
 
 def _is_name(each: str | int) -> bool:
-    """Whether it names a field, and is not a tag of a union's member."""
+    """Whether it names a field, rather than a tag of a union's member."""
     return isinstance(each, int) or (each != "str" and re.fullmatch("[a-z_0-9]+", each) is not None)
 
 

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RequestRecord:
-    """What is known of a request."""
+    """The facts of a request."""
 
     request_id: str
     endpoint: str = "other"  # the route, never the path as it came: it is a label of metrics

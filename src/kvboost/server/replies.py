@@ -67,7 +67,7 @@ class Reply(ABC):
 
     @abstractmethod
     def opening(self, num_answers: int) -> Iterator[Json]:
-        """What a stream begins with, as choices."""
+        """The start of a stream, as choices."""
 
     @abstractmethod
     def piece(self, index: int, delta: Delta) -> Iterator[Json]:
@@ -188,7 +188,7 @@ class ChatReply(Reply):
             yield self._said(index, each, logprobs)
 
     def ending(self, index: int, answer: Completion) -> Iterator[Json]:
-        """What was held back, and the reason."""
+        """The text held back, and the reason."""
         for each in self._rest(index):
             yield self._said(index, each, None)
         yield self._delta(index, {}, self.finish_reason(index, answer))

@@ -139,7 +139,7 @@ class ResponseReply(ChatReply):
 
 
 def _head(model: str, body: ResponsesBody) -> Json:
-    """What a response says of its request."""
+    """The fields that a response repeats from its request."""
     given = body.text.format if body.text else None
     effort = body.reasoning.effort if body.reasoning else None
     choice = body.tool_choice or "auto"

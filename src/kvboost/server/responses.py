@@ -194,7 +194,7 @@ class ResponseChat(ChatBody):
 
     @property
     def limit_name(self) -> str:
-        """The name under which the client has bounded the answer."""
+        """The client's name for the limit of output tokens."""
         return "max_output_tokens"
 
 

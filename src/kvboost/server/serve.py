@@ -98,7 +98,7 @@ class DrainingServer(uvicorn.Server):
         self._abort(lambda connection: not connection.is_answering)
 
     def _abort(self, which: Callable[[Connection], bool] = lambda _: True) -> None:
-        """End connections, such as those whose clients do not read."""
+        """Abort connections, such as those whose clients do not read."""
         for connection in cast("list[Connection]", list(self.server_state.connections)):
             if which(connection):
                 connection.transport.abort()
@@ -236,7 +236,7 @@ def _load(options: ServerOptions, engine_options: Options) -> tuple[KVBoost, Ser
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Write what is being done, and how long it took."""
+    """Report a step of the start, and how long it took."""
     started = time.perf_counter()
     _say(f"{what} ...\n")
     yield

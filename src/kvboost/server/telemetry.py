@@ -43,7 +43,7 @@ class Engine(Protocol):
         """Sizes and counts of what is stored."""
 
     def batch_stats(self) -> dict[str, Any]:
-        """What runs and waits."""
+        """Running and waiting requests."""
 
 
 class Telemetry:

@@ -178,7 +178,7 @@ def _is_bare(text: str) -> bool:
 
 
 def _start_of_call(text: str) -> int:
-    """Where the end of a text may be the beginning of a call; blanks before it included."""
+    """Index from which the end of a text may begin a call, blanks before it included."""
     for length in range(min(len(OPEN) - 1, len(text)), 0, -1):
         if text.endswith(OPEN[:length]):
             return len(text[:-length].rstrip())

@@ -1,4 +1,4 @@
-"""URLs of shared tiers: their options, and how they are shown without the password."""
+"""URLs of shared tiers: their options, and a form without the password for messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shown(url: str) -> str:
 def take_options(
     url: str, parsers: Mapping[str, Callable[[str], Any]], passed_on: Collection[str] = ()
 ) -> tuple[str, dict[str, Any]]:
-    """The URL without the options that `parsers` read, and what they say.
+    """The URL without the options that `parsers` read, and their values.
 
     Raises:
         ConfigError: for a value that its parser refuses, and for options that nobody knows.
@@ -60,7 +60,7 @@ def take_options(
 
 
 def seconds(text: str) -> float:
-    """A time that is more than none."""
+    """A time above 0."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise ValueError("expected a number of seconds above 0")

@@ -22,7 +22,7 @@ _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # the constants of splitmix64
 
 
 def salt(space: Namespace) -> int:
-    """What keeps the hashes of one namespace apart from those of others."""
+    """A salt that separates the hashes of one namespace from those of others."""
     owner, model = space[:8], space[-8:]
     return int.from_bytes(owner, "little") ^ int.from_bytes(model, "little")
 

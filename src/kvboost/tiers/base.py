@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,15 +28,11 @@ class TierStats:
 
 
 class StoredChunk(Protocol):
-    """A chunk in memory. What it holds is free as soon as nobody refers to it."""
+    """A chunk in memory; freed as soon as nobody refers to it."""
 
     @property
     def entry(self) -> Entry:
         """What it holds."""
-
-    @property
-    def sensitivity(self) -> bytes:
-        """A byte for each token, how much its K/V depends on its context; or empty."""
 
     @property
     def anchors(self) -> Iterable[Anchor]:
@@ -64,7 +61,7 @@ class Medium(Protocol):
     """How memory keeps chunks: as frames, or in the KV pool."""
 
     def from_slots(
-        self, entry: Entry, slots: Slots, span: Span, sensitivity: bytes, anchors: Iterable[Anchor]
+        self, entry: Entry, slots: Slots, span: Span, anchors: Iterable[Anchor]
     ) -> StoredChunk:
         """A chunk of the rows of `span`.
 
@@ -79,6 +76,9 @@ class Medium(Protocol):
             CacheError: not a frame of this engine.
             KVBoostError: no room.
         """
+
+    def loading(self) -> AbstractContextManager[None]:
+        """A block at whose end chunks are complete that `from_frame` made inside it."""
 
 
 class Tier(ABC):

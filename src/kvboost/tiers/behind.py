@@ -26,10 +26,10 @@ class Source(Protocol):
     """Supplies the writing thread, and is told what it has done."""
 
     def take(self, key: FrameKey) -> memoryview | None:
-        """The frame to write; None: it is not wanted any more."""
+        """The frame to write; None if it is no longer wanted."""
 
     def written(self, key: FrameKey) -> None:
-        """A key was written, or given up."""
+        """A key was written, or its write was abandoned."""
 
     def left(self, keys: Sequence[FrameKey]) -> None:
         """Keys were evicted from the tier."""
@@ -39,7 +39,7 @@ class Source(Protocol):
 class _Job:
     key: FrameKey
     is_discard: bool
-    is_chunk: bool  # and not a note, which nobody counts
+    is_chunk: bool  # rather than a note; notes are not counted
 
 
 class WriteBehind:
@@ -57,7 +57,7 @@ class WriteBehind:
         done: Callable[[Sequence[FrameKey]], None],
         metrics: Metrics,
     ) -> None:
-        """`tier` says where to write now, or None if nothing can be written.
+        """`tier` returns the tier to write to, or None while it is down.
 
         `failed` is told of faults, `done` of keys that were written, discarded or given up.
         """
@@ -104,17 +104,17 @@ class WriteBehind:
         self._add(erasure)
 
     def wait_until_erased(self, timeout_s: float) -> bool:
-        """Wait until nothing is left to erase; whether that is so."""
+        """Wait until nothing is left to erase; returns whether that is the case."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_erasures, timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until nothing is left to do; whether that is so."""
+        """Wait until nothing is left to do; returns whether that is the case."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs and not self._is_busy, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Finish all jobs; whether that took less than `timeout_s`."""
+        """Finish all jobs; returns whether that took less than `timeout_s`."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

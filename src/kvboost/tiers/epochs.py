@@ -14,7 +14,7 @@ from hashlib import sha256
 from kvboost.codecs.frame import OWNER_BYTES
 from kvboost.core import ContentKey, FrameKey, Owner
 
-MOST_PAST = 64  # epochs whose frames are looked for
+MOST_PAST = 64  # past epochs to erase frames of
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Epochs:
         return dict(self._known)
 
     def learn(self, key: FrameKey, epoch: int) -> None:
-        """Take note of an epoch, unless a later one is known."""
+        """Record an epoch, unless a later one is known."""
         with self._lock:
             self._known[key] = max(epoch, self._known.get(key, 0))
 
@@ -60,7 +60,7 @@ def owner(tenant: str, epoch: int) -> Owner:
 
 
 def past_owners(tenant: str, known: int, epoch: int) -> list[Owner]:
-    """The owners that the tenant was in epochs from `known` on, before `epoch`."""
+    """The tenant's owner hashes in the epochs from `known` up to `epoch`."""
     return [owner(tenant, past) for past in range(max(known, epoch - MOST_PAST), epoch)]
 
 

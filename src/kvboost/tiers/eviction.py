@@ -55,7 +55,7 @@ class ReuseDensity:
         self._ranking: list[tuple[int, int]] | None = None
 
     def add(self, sizes_bytes: Mapping[FrameKey, int], owner: Owner | None = None) -> None:
-        """Keys came in; one that comes back continues to count its uses.
+        """Add keys; a returning one keeps its count of uses.
 
         The tier adds first and evicts then: a new key may be the first victim.
         """
@@ -71,7 +71,7 @@ class ReuseDensity:
         self._pass_time(sum(sizes_bytes.values()), len(sizes_bytes))
 
     def use(self, keys: Iterable[FrameKey]) -> None:
-        """Keys that are here were read: each starts a new age, with one use more."""
+        """Count a use of keys, each of which starts a new age."""
         used_bytes = num_keys = 0
         for key in keys:
             known = self._known[key]
@@ -98,7 +98,7 @@ class ReuseDensity:
         known.is_aside = True
 
     def put_back(self, key: FrameKey) -> None:
-        """Have a key that was set aside among the victims again, the first of its cell."""
+        """Return a key that was set aside to the victims, first in its cell."""
         known = self._known.get(key)
         if known is not None and known.is_aside:
             self._leave(key, known)

@@ -25,7 +25,7 @@ from kvboost.tiers.base import OwnTier, Tier, TierStats
 from kvboost.tiers.behind import FIRST_PAUSE_S, LONGEST_PAUSE_S, Source, WriteBehind
 from kvboost.tiers.notes import check_epoch
 
-CLOSING_S = 10.0  # what closing waits for writes
+CLOSING_S = 10.0  # that closing waits for writes
 BATCH_BYTES = 8 << 20  # of frames that a tier is asked for at once
 NOTES_AT_ONCE = 512
 LEAST_TIMED_S, LEAST_TIMED_BYTES = 0.01, 1 << 20  # a batch with less says nothing of the rate
@@ -57,13 +57,13 @@ class Patience:
 
     @property
     def left_s(self) -> float:
-        """What is left of it."""
+        """Seconds left."""
         worth_s = self.num_bytes / self.least_bytes_per_s if self.num_bytes else 0.0
         return max(0.0, self.started_at + self.deadline_s + worth_s - time.monotonic())
 
     @property
     def is_over(self) -> bool:
-        """Whether a tier that is asked now has no fair chance to answer."""
+        """Whether a tier asked now could no longer answer in time."""
         return self.left_s < self.each_s / 2
 
 
@@ -86,7 +86,7 @@ def _size(frames: dict[FrameKey, memoryview]) -> int:
 
 
 def _wake_up() -> None:
-    """A job that lets the reading thread look around."""
+    """A job that wakes the reading thread."""
 
 
 class GuardedTier:
@@ -164,7 +164,7 @@ class GuardedTier:
     def get(
         self, keys: Sequence[FrameKey], patience: Patience, check: Check
     ) -> dict[FrameKey, memoryview]:
-        """What the tier delivers of `keys` for as long as patience lasts.
+        """The frames of `keys` that the tier delivers while patience lasts.
 
         Nothing if it is known to be slower than the model, but for a batch now and then.
         """
@@ -261,7 +261,7 @@ class GuardedTier:
         }
 
     def close(self) -> None:
-        """Finish writing, within limits, and let the tier go."""
+        """Finish writing, within limits, and close the tier."""
         is_written = self.behind.close(CLOSING_S)
         self._is_up = False
         self._is_closed.set()
@@ -310,7 +310,7 @@ class GuardedTier:
         self._began_at = None
 
     def _silence_s(self) -> float:
-        """For how long a job has been under way without bringing anything."""
+        """How long the current job has delivered nothing."""
         began_at, now, delivered = self._began_at, time.monotonic(), self._progress()
         if began_at is None:
             return 0.0
@@ -322,7 +322,7 @@ class GuardedTier:
         return self._num_batches, 0 if self._tier is None else self._tier.bytes_read
 
     def _revive(self) -> None:
-        """Try whether the tier works, opening it if need be; no request waits for this."""
+        """Check whether the tier works, opening it if needed; no request waits for this."""
         self._retry_at = time.monotonic() + self._pause_s
         try:
             if self._tier is None:
@@ -344,7 +344,7 @@ class GuardedTier:
             self._was_tried.set()
 
     def _adopt(self) -> None:
-        """Learn some more of what the tier has kept, and let reads have a turn."""
+        """Index some more of the tier's frames, then let reads have a turn."""
         if next(self._adoption, _wake_up) is not _wake_up:
             self._jobs.put(self._adopt)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,13 +34,8 @@ class FrameChunk:
         return self.head.entry
 
     @property
-    def sensitivity(self) -> bytes:
-        """A byte for each token, or empty."""
-        return self.head.sensitivity
-
-    @property
     def anchors(self) -> tuple[Anchor, ...]:
-        """The places by which it is found."""
+        """The anchors by which it is found at any position."""
         return self.head.anchors
 
     @property
@@ -63,10 +59,10 @@ class HostFrames:
         self._codec = codec
 
     def from_slots(
-        self, entry: Entry, slots: Slots, span: Span, sensitivity: bytes, anchors: Iterable[Anchor]
+        self, entry: Entry, slots: Slots, span: Span, anchors: Iterable[Anchor]
     ) -> FrameChunk:
         """A chunk of rows; these may be overwritten afterwards."""
-        frame = write(entry, slots.read(span), self._codec, sensitivity, anchors)
+        frame = write(entry, slots.read(span), self._codec, anchors)
         return FrameChunk(frame, read(frame), self._codec)
 
     def from_frame(self, frame: memoryview) -> FrameChunk:
@@ -76,6 +72,10 @@ class HostFrames:
         copy = allocate(frame.nbytes)
         copy[:] = frame
         return FrameChunk(copy, head, self._codec)
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Nothing to wait for."""
+        return nullcontext()
 
 
 class HostTier(OwnTier):

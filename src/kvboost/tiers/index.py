@@ -35,7 +35,7 @@ from kvboost.tiers.table import NumberTable
 KEY_BYTES = 32
 # An anchor's value: row, how often the row had been freed, offset in the chunk.
 _ROUND_BITS = _OFFSET_BITS = 16
-_SEVERAL = 1 << 63  # marks a value of the table of children as the place of a list
+_SEVERAL = 1 << 63  # marks a value of the table of children as the index of a list
 LEAST_BYTES = 8 * TOKEN_BYTES  # shorter chunks occur in any text
 MOST_COPIES = 4  # of the same text that its anchors lead to
 _NEXT_COPY = 0xD1342543DE82EF95  # keeps the names of copies far apart
@@ -59,7 +59,7 @@ class ChunkIndex:
         self._space_sizes: Counter[int] = Counter()  # entries, by number
         self._new_numbers = count()
         self._rows = NumberTable()  # number of a key -> row
-        # Number of a chunk -> row of the chunk after it. Where several follow: the place of their
+        # Number of a chunk -> row of the chunk after it. Where several follow: the index of their
         # list, sorted by tokens, so that the nearest to given tokens is next to where they'd go.
         self._children = NumberTable()
         self._families: list[array[int]] = []
@@ -183,8 +183,8 @@ class ChunkIndex:
         with self._lock:
             number, known = self._space_numbers.get(space), list(self._tokens)
             own = [row for row, each in enumerate(self._spaces) if each == number]
-        places = range(0, len(text) - LEAST_BYTES + 1, TOKEN_BYTES)
-        starts = {text[place : place + LEAST_BYTES] for place in places}
+        offsets = range(0, len(text) - LEAST_BYTES + 1, TOKEN_BYTES)
+        starts = {text[at : at + LEAST_BYTES] for at in offsets}
         rows = [
             row
             for row in own
@@ -208,8 +208,8 @@ class ChunkIndex:
         best, most = None, 0
         with self._lock:
             rows = self._children_of(_number(parent))
-            place = self._place_of(rows, tokens)
-            for row in rows[max(0, place - 1) : place + 1]:
+            at = self._insertion_point(rows, tokens)
+            for row in rows[max(0, at - 1) : at + 1]:
                 num_shared = shared_head(self._said(row), tokens)
                 if num_shared > most:
                     best, most = row, num_shared
@@ -224,10 +224,10 @@ class ChunkIndex:
         """The chunk sorted just before `tokens`, if it is their head and nothing builds on it."""
         with self._lock:
             rows = self._children_of(_number(parent))
-            place = self._place_of(rows, tokens)
-            if place == 0 or not tokens.startswith(self._said(rows[place - 1])):
+            at = self._insertion_point(rows, tokens)
+            if at == 0 or not tokens.startswith(self._said(rows[at - 1])):
                 return None
-            key = self._key(rows[place - 1])
+            key = self._key(rows[at - 1])
             return None if self._children_of(_number(key)) else key
 
     def _row(self, key: FrameKey) -> int | None:
@@ -293,7 +293,7 @@ class ChunkIndex:
             return array("I")
         return self._families[value ^ _SEVERAL] if value & _SEVERAL else array("I", [value])
 
-    def _place_of(self, rows: array[int], tokens: bytes) -> int:
+    def _insertion_point(self, rows: array[int], tokens: bytes) -> int:
         return bisect_left(rows, tokens, key=self._said)
 
     def _add_child(self, parent: int, row: int) -> None:
@@ -305,12 +305,12 @@ class ChunkIndex:
             if not self._free_families:
                 self._free_families.append(len(self._families))
                 self._families.append(array("I"))
-            place = self._free_families.pop()
-            self._families[place].append(value)
-            value = _SEVERAL | place
+            at = self._free_families.pop()
+            self._families[at].append(value)
+            value = _SEVERAL | at
             self._children.put(parent, value)
         family = self._families[value ^ _SEVERAL]
-        family.insert(self._place_of(family, self._said(row)), row)
+        family.insert(self._insertion_point(family, self._said(row)), row)
 
     def _remove_child(self, parent: int, row: int) -> None:
         value, family = self._children.get(parent), self._children_of(parent)
@@ -370,10 +370,10 @@ def _first_difference(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> i
 
 
 def _stands_in(said: bytes, text: bytes) -> bool:
-    place = text.find(said)
-    while place > 0 and place % TOKEN_BYTES:
-        place = text.find(said, place + 1)
-    return place >= 0
+    at = text.find(said)
+    while at > 0 and at % TOKEN_BYTES:
+        at = text.find(said, at + 1)
+    return at >= 0
 
 
 def _names(anchor: int) -> list[int]:

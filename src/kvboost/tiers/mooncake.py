@@ -82,8 +82,8 @@ class MooncakeTier(Tier):
             there = [name for name, code in zip(names, found, strict=True) if self._says_yes(code)]
             sizes = _sizes(store, there) if there else {}
             for batch in self._reading.batches(sizes):
-                places = self._reading.places(batch.values())
-                codes = store.batch_get_into(list(batch), places, list(batch.values()))
+                addresses = self._reading.addresses(batch.values())
+                codes = store.batch_get_into(list(batch), addresses, list(batch.values()))
                 offset = 0
                 for (name, size), code in zip(batch.items(), codes, strict=True):
                     if code == size:
@@ -105,8 +105,8 @@ class MooncakeTier(Tier):
                 for name, size in batch.items():
                     self._writing.view[offset : offset + size] = frames[named[name]].cast("B")
                     offset += size
-                places = self._writing.places(batch.values())
-                codes = store.batch_put_from(list(batch), places, list(batch.values()))
+                addresses = self._writing.addresses(batch.values())
+                codes = store.batch_put_from(list(batch), addresses, list(batch.values()))
                 for name, code in zip(batch, codes, strict=True):
                     if code == _NO_ROOM:
                         refused.append(named[name])
@@ -234,7 +234,7 @@ class _Buffer:
         if batch:
             yield batch
 
-    def places(self, sizes: Iterable[int]) -> list[int]:
+    def addresses(self, sizes: Iterable[int]) -> list[int]:
         """Addresses of frames that lie one after another."""
         addresses, cursor = [], self.address
         for size in sizes:

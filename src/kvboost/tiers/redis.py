@@ -177,7 +177,7 @@ class RedisTier(Tier):
             return connection.read_response()
         except self._refusal as error:
             if str(error).startswith("WRONGTYPE"):
-                return b""  # somebody else's: no frame, which is for the caller to find out
+                return b""  # foreign data: the caller finds that it is no frame
             raise
 
     def _was_kept(self, connection: Any) -> bool:

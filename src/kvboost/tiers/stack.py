@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvboost.codecs.frame import check
@@ -27,6 +28,7 @@ MOST_NOTES = 1 << 16  # that wait to be written
 LEAST_WAIT_S = 0.1  # threads of a busy machine may be that late
 WAITED_SHARE = 0.25  # of the time that computing takes, for a tier that works but is busy
 ANY_RATE = 1e-9
+LOADED_TOGETHER = 16  # chunks that are on their way to a device at once: they take pinned memory
 USUAL_BYTES_PER_S = 100e6  # at least, of a tier that is worth waiting for, before a model was timed
 
 
@@ -154,7 +156,7 @@ class TierStack:
         return key not in gone
 
     def send_below(self, keys: Iterable[FrameKey]) -> None:
-        """Have chunks that are in memory written below, the first ones first."""
+        """Queue chunks in memory for writing below, in the given order."""
         for key in keys:
             for guarded in self._below:
                 if self.memory.hold(key):
@@ -165,7 +167,7 @@ class TierStack:
     def get_notes(
         self, keys: Sequence[FrameKey], check_note: Check, patience: Patience
     ) -> Mapping[FrameKey, memoryview]:
-        """What processes have noted under keys in the shared tier."""
+        """The notes under keys in the shared tier."""
         shared = self._shared()
         return {} if shared is None else shared.get_notes(keys, patience, check_note)
 
@@ -186,7 +188,7 @@ class TierStack:
         return self.memory.pin(keys, ttl_s)
 
     def discard(self, key: FrameKey) -> bool:
-        """Forget `key` everywhere unless it is pinned; whether it is gone or going."""
+        """Forget `key` everywhere unless it is pinned; returns whether it will be gone."""
         self.memory.discard([key])
         if self.memory.holds(key):
             return False
@@ -211,13 +213,13 @@ class TierStack:
         return None if shared is None else shared.epoch(key, patience)
 
     def raise_epoch(self, key: FrameKey, epoch: int) -> None:
-        """Have shared tiers know an epoch that they have lost."""
+        """Restore an epoch that shared tiers have lost."""
         for guarded in self._below:
             if not guarded.is_own:
                 guarded.behind.erase(Erasure(epoch=(key, epoch)))
 
     def not_erased(self, timeout_s: float) -> list[str]:
-        """The tiers that still have something to erase after so long."""
+        """The tiers with something left to erase after this time."""
         until = time.monotonic() + timeout_s
         return [
             guarded.name
@@ -236,13 +238,13 @@ class TierStack:
         )
 
     def take_gone(self) -> list[FrameKey]:
-        """The keys that left a tier since this was asked before."""
+        """The keys that left a tier since the last call."""
         with self._lock:
             gone, self._gone = self._gone, []
         return gone
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything is written below or given up; whether it is."""
+        """Wait until everything is written below or abandoned; returns whether that is the case."""
         waits = [guarded.behind.flush(timeout_s) for guarded in self._below]
         return all(waits)
 
@@ -251,7 +253,7 @@ class TierStack:
         return {guarded.name: guarded.stats() for guarded in self._below}
 
     def close(self) -> None:
-        """Finish writing and let all tiers go."""
+        """Finish writing and close all tiers."""
         for guarded in self._below:
             guarded.close()
 
@@ -292,17 +294,10 @@ class TierStack:
             frames = guarded.get(keys, patience, check)
             guarded.count(len(keys), len(frames))
             chunks: dict[FrameKey, StoredChunk] = {}
-            for key in list(frames):
-                frame = frames.pop(key)
-                try:
-                    chunks[key] = self.medium.from_frame(frame)
-                except CacheError as error:
-                    log.warning("a stored frame cannot be used: %s", error)
-                    self._metrics.add("damaged_frames")
-                    guarded.behind.discard(key)
-                except KVBoostError as error:
-                    log.debug("no room for stored chunks: %s", error)
-                    break
+            copied = self._copied(guarded, frames)
+            while frames:
+                with self.medium.loading():
+                    chunks |= islice(copied, LOADED_TOGETHER)
             self._metrics.add("loaded_chunks", len(chunks))
             # The last one first, so that it is the first to leave.
             for key, chunk in reversed(chunks.items()):
@@ -312,6 +307,25 @@ class TierStack:
             return chunks
         finally:
             guarded.loading.release()
+
+    def _copied(
+        self, guarded: GuardedTier, frames: dict[FrameKey, memoryview]
+    ) -> Iterator[tuple[FrameKey, StoredChunk]]:
+        """Chunks of frames, which it takes out, as long as there is room."""
+        for key in list(frames):
+            frame = frames.pop(key)
+            try:
+                chunk = self.medium.from_frame(frame)
+            except CacheError as error:
+                log.warning("a stored frame cannot be used: %s", error)
+                self._metrics.add("damaged_frames")
+                guarded.behind.discard(key)
+            except KVBoostError as error:
+                log.debug("no room for stored chunks: %s", error)
+                frames.clear()
+                break
+            else:
+                yield key, chunk
 
     # What the writing threads ask for (`behind.Source`).
 
@@ -323,7 +337,7 @@ class TierStack:
         return None if chunk is None else chunk.frame()
 
     def written(self, key: FrameKey) -> None:
-        """A key was written, or given up."""
+        """A key was written, or its write was abandoned."""
         with self._lock:
             is_note = self._notes.pop(key, None) is not None
         if not is_note:
@@ -334,7 +348,7 @@ class TierStack:
         self._note_gone(keys)
 
     def _shared(self) -> GuardedTier | None:
-        """The first tier that others read too, if it works."""
+        """The first shared tier, if it works."""
         working = (each for each in self._below if each.tier is not None and not each.is_own)
         return next(working, None)
 

@@ -61,7 +61,7 @@ class ChunkStore:
             self._evicted.popitem(last=False)
 
     def was_evicted(self, key: FrameKey) -> bool:
-        """Whether a chunk is known to have been here and to have left for want of room."""
+        """Whether a chunk is known to have been evicted."""
         return key in self._evicted and self.index.get(key) is None
 
     def forget(self, keys: Iterable[FrameKey]) -> None:
@@ -71,7 +71,7 @@ class ChunkStore:
                 self.index.remove(key)
 
     def refresh(self, tenant: str, patience: Patience) -> None:
-        """Learn whether another process has deleted what the tenant had."""
+        """Check whether another process has deleted the tenant's chunks."""
         key, known = epoch_key(tenant), self.epochs.of(tenant)
         epoch = self.tiers.epoch(key, patience)
         if epoch is not None and epoch > known:
@@ -80,12 +80,12 @@ class ChunkStore:
             self.tiers.raise_epoch(key, known)
 
     def delete_all(self, tenant: str, patience: Patience) -> int:
-        """Forget everything of a tenant, in every tier and process; how many chunks were known."""
+        """Forget all chunks of a tenant in all tiers and processes; returns how many were known."""
         self.refresh(tenant, patience)
         return self._begin_epoch(tenant, self.epochs.of(tenant) + 1)
 
     def delete(self, keys: Iterable[FrameKey]) -> int:
-        """Forget chunks in every tier, known or not; how many were known."""
+        """Forget chunks in every tier, known or not; returns how many were known."""
         wanted = frozenset(keys)
         known = [key for key in wanted if self.index.get(key) is not None]
         self.tiers.erase(Erasure(wanted))
@@ -94,7 +94,7 @@ class ChunkStore:
         return len(known)
 
     def _begin_epoch(self, tenant: str, epoch: int, *, is_told: bool = False) -> int:
-        """Forget what the tenant had; `is_told`: another process began the epoch."""
+        """Forget the tenant's chunks; `is_told`: another process began the epoch."""
         key, owners = epoch_key(tenant), past_owners(tenant, self.epochs.of(tenant), epoch)
         self.epochs.learn(key, epoch)
         keys = self.index.owned_by(owners)
@@ -111,7 +111,7 @@ class ChunkStore:
         return len(keys)
 
     def adopt(self, tier: Tier) -> Iterator[None]:
-        """Index what a tier has kept from earlier processes, some chunks at each step."""
+        """Index a tier's chunks from earlier processes, some in each step."""
         if isinstance(tier, OwnTier):
             for key, epoch in tier.epochs().items():
                 self.epochs.learn(key, epoch)
@@ -123,7 +123,7 @@ class ChunkStore:
                             self.index.add(head.entry, head.anchors)
                 yield
 
-    def bring(
+    def prefetch(
         self, keys: Sequence[FrameKey], patience: Patience, *, in_order: bool = False
     ) -> None:
         """Load chunks from shared tiers into memory, and learn of those that others have stored.
@@ -134,25 +134,25 @@ class ChunkStore:
         for chunk in self.tiers.load(wanted, patience, in_order=in_order).values():
             self._learn(chunk)
 
-    def bring_prefix(self, keys: Sequence[ChunkKeys], patience: Patience) -> None:
-        """Load the chunks of a prompt, and what begins like the first one that is not stored."""
-        self.bring([key.prefix for key in keys], patience, in_order=True)
+    def prefetch_prefix(self, keys: Sequence[ChunkKeys], patience: Patience) -> None:
+        """Load a prompt's chunks, and one that begins like the first missing one."""
+        self.prefetch([key.prefix for key in keys], patience, in_order=True)
         missing = next((key for key in keys if self.index.get(key.prefix) is None), None)
         if missing is not None:
             noted = self._noted([after(missing.parent)], patience)
-            self.bring([key for key, _ in noted.values()], patience)
+            self.prefetch([key for key, _ in noted.values()], patience)
 
-    def bring_moved(
+    def prefetch_moved(
         self, tokens: npt.NDArray[np.uint32], space: Namespace, patience: Patience
     ) -> None:
-        """Load what the store has of a text, wherever it was when it was stored."""
+        """Load the stored parts of a text, from any position."""
         _, hashes = anchors.pick(tokens, anchors.salt(space))
         seen = {anchor: self.index.sightings(anchor, space) for anchor in hashes.tolist()}
         keys = [found[0][0].key for found in seen.values() if found]
         unseen = {where(anchor, space): anchor for anchor, found in seen.items() if not found}
         noted = self._noted(list(unseen), patience)
         keys += [key for key, _ in noted.values()]
-        self.bring(list(dict.fromkeys(keys)), patience)
+        self.prefetch(list(dict.fromkeys(keys)), patience)
         for note, (key, offset) in noted.items():
             entry = self.index.get(key)
             if entry is not None and offset < entry.num_tokens:
@@ -160,10 +160,10 @@ class ChunkStore:
 
     def publish(self, entry: Entry, anchors_in_it: Iterable[Anchor]) -> None:
         """Write notes by which other processes find an entry: by its anchors, and by its parent."""
-        places = {where(anchor, entry.space): offset for offset, anchor in anchors_in_it}
+        offsets = {where(anchor, entry.space): offset for offset, anchor in anchors_in_it}
         if entry.prefix is not None and entry.parent is not None:
-            places[after(entry.parent)] = 0
-        notes = {note: write_note(note, entry.key, offset) for note, offset in places.items()}
+            offsets[after(entry.parent)] = 0
+        notes = {note: write_note(note, entry.key, offset) for note, offset in offsets.items()}
         self.tiers.put_notes(notes)
 
     def _learn(self, chunk: StoredChunk) -> None:

@@ -33,7 +33,7 @@ def openers(
     largest_bytes: int,
     secret: str | None = None,
 ) -> list[Opener]:
-    """A way to open each of the URLs, which blanks separate.
+    """An opener for each of the URLs, which are separated by blanks.
 
     `budget_bytes` is for disk tiers; `timeout_s` is for the sockets of shared ones,
     `largest_bytes`, of a frame, for what these may return, and `secret` for signing it.
@@ -52,7 +52,7 @@ def openers(
             name = SHARED[scheme][0].rpartition(".")[2]
             make = partial(_open_shared, url, timeout_s, largest_bytes, secret)
             found.append(Opener(name, make))
-        elif url != "memory://":  # which is always on top
+        elif url != "memory://":  # always the top tier
             raise ConfigError(
                 f"cache_url: {scheme or url.split('@')[-1]!r} is not one of "
                 f"{', '.join(f'{each}://' for each in SCHEMES)}"

@@ -20,10 +20,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 METHOD = "kvboost_awq"
-BLOCK_NUMBERS = 1 << 21  # of a weight that are unpacked at once: they stay in a core's cache
+# Numbers of a weight that are unpacked at once: on CPUs they stay in a core's cache, on devices
+# launches cost more.
+BLOCK_NUMBERS, DEVICE_NUMBERS = 1 << 20, 1 << 26
 
-# Of the 8 columns in a word, those in the lower and in the upper halves of its 4 bytes.
-HALVES = ((0, [0, 4, 1, 5]), (4, [2, 6, 3, 7]))
+NIBBLES = 2, -1, 2, 2
+"""Of unpacked columns: half of a byte, word, pair of bytes, byte of it.
+
+The column in its word is 4 * byte + 2 * half + pair.
+"""
 
 
 class AWQLinear(torch.nn.Module):
@@ -54,35 +59,35 @@ class AWQLinear(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """From [..., in] to [..., out]."""
-        num_words = self.out_features // 8
-        step = max(1, BLOCK_NUMBERS // self.in_features // 8)
-        output = hidden.new_empty(*hidden.shape[:-1], num_words, 8)
+        shape, num_words = hidden.shape[:-1], self.out_features // 8
+        most = BLOCK_NUMBERS if hidden.device.type == "cpu" else DEVICE_NUMBERS
+        step = max(1, most // self.in_features // 8)
+        output = hidden.new_empty(*shape, num_words, 2, 2, 2)
         for start in range(0, num_words, step):
             words = slice(start, start + step)
-            packed = self.qweight[:, words].contiguous().view(torch.uint8)
-            for shift, columns in HALVES:
-                weight = self._dequantised(packed, words, shift, columns, hidden.dtype)
-                product = hidden @ weight
-                output[..., words, columns] = product.view(*product.shape[:-1], -1, 4)
-        output = output.view(*hidden.shape[:-1], self.out_features)
+            product = hidden @ self._dequantised(words, hidden.dtype)
+            output[..., words, :, :, :] = product.view(*shape, *NIBBLES).movedim((-4, -2), (-2, -1))
+        output = output.view(*shape, self.out_features)
         return output if self.bias is None else output + self.bias
 
-    def _dequantised(
-        self,
-        packed: torch.Tensor,
-        words: slice,
-        shift: int,
-        columns: list[int],
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """The weight of half of the columns of some words, in the order of their nibbles."""
-        zeros = self.qzeros[:, words].contiguous().view(torch.uint8) >> shift & 15
-        scales = self.scales.view(len(self.scales), -1, 8)[:, words, columns].flatten(1)
-        numbers = (packed >> shift & 15).view(torch.int8).view(len(scales), self.group_size, -1)
-        numbers -= zeros.view(torch.int8)[:, None]
-        kind = torch.promote_types(scales.dtype, dtype)  # wide enough to round once
-        weight = numbers.to(kind) * scales.to(kind)[:, None]
-        return weight.to(dtype).view(self.in_features, -1)
+    def _dequantised(self, words: slice, dtype: torch.dtype) -> torch.Tensor:
+        """The weight [in, out] of the columns of some words, in the order of their nibbles."""
+        numbers, zeros = _unpacked(self.qweight[:, words]), _unpacked(self.qzeros[:, words])
+        kind = torch.promote_types(self.scales.dtype, dtype)  # wide enough to round once
+        scales = self.scales.view(len(zeros), -1, 2, 2, 2)[:, words]
+        scales = scales.permute(0, 3, 1, 4, 2).flatten(1).to(kind)
+        numbers = numbers.view(len(zeros), self.group_size, -1).sub_(zeros[:, None])
+        weight = torch.empty_like(numbers, dtype=dtype)
+        return torch.mul(numbers, scales[:, None], out=weight).view(self.in_features, -1)
+
+
+def _unpacked(packed: torch.Tensor) -> torch.Tensor:
+    """The numbers [rows, 8 * words] of packed words: all lower nibbles, then all upper ones."""
+    halves = packed.contiguous().view(torch.uint8)
+    numbers = halves.new_empty(len(packed), 2, halves.shape[1])
+    torch.bitwise_and(halves, 15, out=numbers[:, 0])
+    torch.bitwise_right_shift(halves, 4, out=numbers[:, 1])
+    return numbers.view(torch.int8).flatten(1)
 
 
 def use_own_awq(config: PreTrainedConfig) -> bool:

@@ -55,13 +55,8 @@ def print_page(
     """
     lines: list[str] = []
     for table in [] if visit.model.refusal else [lengths_table(visit), tiers_table(visit)]:
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines += [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in table
-        ]
-        lines.append("")
-    lines += [f"{_coloured(each.level)}  {each.text}" for each in findings]
+        lines += [*aligned(table), ""]
+    lines += [f"{coloured(each.level)}  {each.text}" for each in findings]
     if settings:
         told = ", preliminary: see the warnings" if is_preliminary(visit) else ""
         lines += ["", f"Recommended{told}:"]
@@ -70,7 +65,17 @@ def print_page(
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _coloured(level: str) -> str:
+def aligned(table: Table) -> list[str]:
+    """Lines whose cells are aligned on the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in table
+    ]
+
+
+def coloured(level: str) -> str:
+    """The level of a finding; in its colour on a terminal."""
     text = f"{level.upper():<{LEVEL_WIDTH}}"
     has_colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     return f"\x1b[{COLOURS[level]}m{text}\x1b[0m" if has_colours else text

@@ -103,10 +103,10 @@ def greedy(
 
 def led_along(answer: list[int], rows: Rows, first: torch.Tensor, parts: Parts) -> torch.Tensor:
     """The logits at each token of an answer that is given, `first` those of its first one."""
-    places = range(rows.length, rows.length + len(answer) - 1)
-    if not places:
+    positions = range(rows.length, rows.length + len(answer) - 1)
+    if not positions:
         return first.float()
-    rest = parts.model.forward(rows, answer[:-1], places, num_logits=len(places))
+    rest = parts.model.forward(rows, answer[:-1], positions, num_logits=len(positions))
     return torch.cat([first, rest]).float()
 
 

@@ -182,10 +182,10 @@ def chunking(subject: Subject) -> Iterator[Row]:
         yield {"strategy": strategy, **pick(middle(pairs), *shown, ttft_ms="ours_ms")}
 
 
-def grid_share(seen: Sequence[int], prompt: Sequence[int], chunk_size: int = CHUNK_SIZE) -> float:
+def grid_share(seen: Sequence[int], prompt: Sequence[int]) -> float:
     """Share of a prompt in chunks of a fixed grid that were chunks of `seen`, at any place."""
-    known = {chunk.tokens for chunk in split(seen, chunk_size)}
-    found = sum(len(c.span) for c in split(prompt, chunk_size) if c.tokens in known)
+    known = {chunk.tokens for chunk in split(seen, CHUNK_SIZE)}
+    found = sum(len(c.span) for c in split(prompt, CHUNK_SIZE) if c.tokens in known)
     return found / len(prompt)
 
 

@@ -168,14 +168,14 @@ class Subject:
         parts = build(chosen, self.hosted, self._boundaries if is_snapped else frozenset())
         return Session(replace(parts, cost=cost or self.cost), self.tokenizer)
 
-    def ask_bare(self, tokens: list[int], num_new: int = NUM_NEW) -> BareAnswer:
+    def ask_bare(self, tokens: list[int]) -> BareAnswer:
         """Transformers' generate() on the prompt."""
         clock, prompt = TokenClock(), torch.tensor([tokens], device=self.bare.device)
         started = now(self.bare.device)
         output = self.bare.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=num_new,
+            max_new_tokens=NUM_NEW,
             eos_token_id=NO_TOKEN,
             do_sample=False,
             stopping_criteria=[clock],

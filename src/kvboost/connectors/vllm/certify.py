@@ -21,8 +21,8 @@ from kvboost.models.certify import (
     row_error,
 )
 
-NUM_ROTATED = 4  # tokens whose keys are turned
-NUM_KNOWN = 16  # tokens whose K/V is compared with that of Transformers
+NUM_ROTATED = 4  # tokens with rotated keys
+NUM_KNOWN = 16  # tokens, for the comparison with Transformers' K/V
 # Relative error of a row (the median of a plane) in the first layers, between two engines that
 # round in their own ways. Other heads, dims or rotations are off by about 1.
 KNOWN_TOLERANCE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05}

@@ -50,37 +50,40 @@ def _log_like_vllm() -> None:
 def _told(error: Exception) -> str:
     """The reason as text; an unexpected error is also logged with its traceback."""
     if not isinstance(error, UnsupportedModel) or error.__cause__ is not None:
-        log.warning("unexpected error in KVBoost; vLLM goes on without it", exc_info=error)
+        log.warning("unexpected error in KVBoost; vLLM continues without it", exc_info=error)
     return reason_of(error)
 
 
 class StepMetadata(KVConnectorMetadata):
-    """Work for the workers, on vLLM's way."""
+    """Work for the workers, as vLLM's metadata."""
 
     def __init__(self, work: StepWork) -> None:
         self.work = work
 
 
 class HandshakeMetadata(KVConnectorHandshakeMetadata):
-    """A worker's facts, on vLLM's way."""
+    """A worker's facts, as vLLM's metadata."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
 
 
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """A worker's report, on vLLM's way; only the first rank writes one."""
+    """A worker's report, as vLLM's metadata; ranks after the first send less."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """The first rank's, the only one."""
+        """The first rank's, with what failed and what was prefetched on others."""
+        assert isinstance(other, WorkerMetadata)
+        self.report.failed += other.report.failed
+        self.report.prefetched += other.report.prefetched
         return self
 
 
 class KVBoostConnector(KVConnectorBase_V1):
-    """Reuse of K/V from shared tiers, and of text at other places, inside vLLM."""
+    """Reuse of K/V from shared tiers, and of moved text, inside vLLM."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -139,7 +142,7 @@ class KVBoostConnector(KVConnectorBase_V1):
         return StepMetadata(self._decider.step(counts, self._requests, preempted))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Hear what the workers have done in a step."""
+        """Take the workers' report on a step."""
         metadata = connector_output.kv_connector_worker_meta
         self._decider.report(metadata.report if isinstance(metadata, WorkerMetadata) else None)
         self._decider.loaded(connector_output.finished_recving or ())
@@ -152,19 +155,19 @@ class KVBoostConnector(KVConnectorBase_V1):
         return self._decider.finish(request)
 
     def reset_cache(self) -> bool:
-        """Stored K/V stays: it is named by the weights, and right as long as these are."""
+        """Nothing: keys depend on the weights, so stored K/V stays valid."""
         return False
 
     # What vLLM asks in a worker.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Learn how blocks are laid out, find out which model it is, and open the store."""
+        """Detect the layout of blocks, identify the model, and open the store."""
         try:
             names = sorted(kv_caches, key=extract_layer_index)
             self._worker = self._start.make_worker(names, self._repairs)
         except ConfigError:
             raise
-        except Exception as error:  # whatever a model or back end does that was not foreseen
+        except Exception as error:  # a model or back end may raise anything
             self._refusal = _told(error)
         self._move_refusal = (
             "the model is out of reach; start vLLM with "
@@ -173,7 +176,8 @@ class KVBoostConnector(KVConnectorBase_V1):
 
     def attach_model(self, model: torch.nn.Module) -> None:
         """Certify vLLM's model for moved text, and for K/V that Transformers has stored."""
-        if self._worker is None:
+        is_everywhere = self._start.agree([self._worker is not None])[0]
+        if self._worker is None or not is_everywhere:
             return
         try:
             self._start.certify(model, self._worker)
@@ -182,9 +186,9 @@ class KVBoostConnector(KVConnectorBase_V1):
             self._move_refusal = _told(error)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        """What this worker found out."""
+        """The facts of this worker."""
         if self._worker is None:
-            return HandshakeMetadata(Facts(b"", self._refusal, "", must_bring=False, changes=()))
+            return HandshakeMetadata(Facts(b"", self._refusal, "", must_prefetch=False, changes=()))
         return HandshakeMetadata(self._worker.facts(self._move_refusal))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -193,7 +197,7 @@ class KVBoostConnector(KVConnectorBase_V1):
             self._worker.wait_for_saves(kv_connector_metadata.work.preempted)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Start what the model is not needed for."""
+        """Start the work that does not need the model."""
         if self._worker is not None:
             self._worker.begin_step(self._step_work())
 
@@ -211,7 +215,7 @@ class KVBoostConnector(KVConnectorBase_V1):
             self._worker.end_step(self._step_work())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose blocks are saved, and whose blocks are loaded or given up."""
+        """Requests with saved blocks, and requests with loaded or failed ones."""
         if self._worker is None:
             return None, None
         return self._worker.take_finished(self._step_work())
@@ -233,7 +237,7 @@ class KVBoostConnector(KVConnectorBase_V1):
     # What vLLM asks anywhere.
 
     def get_kv_connector_stats(self) -> KVBoostStats | None:
-        """What was counted since this was asked before."""
+        """Counts since the last call."""
         if self._scheduler is not None:
             counts, self._scheduler.counts = self._scheduler.counts, Counter()
             return KVBoostStats.of(counts)
@@ -261,7 +265,7 @@ class KVBoostConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that does not happen is a miss, no loss."""
+        """No: a dropped save is a later miss, not a loss."""
         return False
 
     @property

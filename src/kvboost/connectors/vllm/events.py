@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 # some 60 bytes, less than a place needs, and would be read anew with each of the next ones. Where
 # a text forks or a block leaves, a group is cut in two.
 GROUP_TOKENS = 128
-# Kinds of cache in which a block is there for all of the text before it, not for the last of it.
+# Kinds of cache that keep blocks of the whole text, not only of its end.
 WHOLE = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")
 
 POLL_MS = 200  # how soon `close` is noticed
@@ -38,7 +38,7 @@ class _Group:
 
 
 class Blocks:
-    """The blocks of one engine, as its events name them."""
+    """The blocks of one engine, followed by its events."""
 
     def __init__(self, held: Held) -> None:
         self._held = held
@@ -125,7 +125,7 @@ class Blocks:
 
 
 def _name(event: Mapping[str, Any], block: bytes | int) -> bytes:
-    """A block's hash, apart from the same one in other memory or another group of layers."""
+    """A block's hash, with its memory and group of layers."""
     where = f"{event.get('medium')}/{event.get('group_idx')}/".encode()
     return where + (block if isinstance(block, bytes) else str(block).encode())
 
@@ -190,7 +190,7 @@ class EventReader:
             return
         number = int.from_bytes(message[1], "big")
         if number < self._next:
-            _log.info("vLLM counts its events from the start: the engine is another one")
+            _log.info("vLLM's events start over: it is a new engine")
             self._blocks.clear()
             self._next = 0
         if number > self._next:
@@ -214,7 +214,7 @@ class EventReader:
             self._next = number
 
     def _replayed(self) -> list[list[bytes]]:
-        """What the engine has kept of its messages, from the next one on."""
+        """The engine's kept messages, from the next one on."""
         if self._replay_endpoint is None:
             return []
         import zmq  # noqa: PLC0415
@@ -238,5 +238,7 @@ class EventReader:
             self._blocks.apply(decode(message[2]))
         except Exception:
             # Forgotten blocks are reported again; wrong ones would stay.
-            _log.warning("events of vLLM are not understood: all is forgotten", exc_info=True)
+            _log.warning(
+                "vLLM's events cannot be read: all its blocks are forgotten", exc_info=True
+            )
             self._blocks.clear()

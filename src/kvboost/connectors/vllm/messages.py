@@ -15,8 +15,8 @@ class Facts:
     fingerprint: bytes  # of the model, and of the part of it that this rank has
     refusal: str  # why nothing can be reused; empty: it can
     move_refusal: str  # why moved text cannot be reused
-    must_bring: bool  # tiers below memory may hold chunks that it has not seen
-    changes: tuple[Change, ...]  # what its tiers have kept from earlier processes
+    must_prefetch: bool  # tiers below memory may hold chunks that it has not seen
+    changes: tuple[Change, ...]  # chunks in its tiers from earlier processes
     epochs: Mapping[FrameKey, int] = field(default_factory=dict)  # of tenants, as far as it knows
 
 
@@ -30,7 +30,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Bring:
+class Prefetch:
     """Load what the tiers below memory have of a prompt, while it waits."""
 
     request_id: str
@@ -52,10 +52,13 @@ class Load:
     plan: ReusePlan
     ratio: float  # of moved tokens that are repaired
     repaired: Sequence[int] = ()  # their positions
+    # Stored chunks by the first rank's keys: the one before each, and its tokens. By these other
+    # ranks, if there are any, find their part of moved text.
+    chains: Mapping[FrameKey, tuple[FrameKey | None, bytes]] = field(default_factory=dict)
 
     @property
     def is_exact(self) -> bool:
-        """Nothing is computed, so that it needs no turn of the model."""
+        """Whether nothing is computed, so that the model is not needed."""
         return not self.plan.moved
 
 
@@ -98,12 +101,13 @@ class Verdict:
 class StepWork:
     """The workers' tasks beside a step of the model."""
 
-    brings: list[Bring] = field(default_factory=list)
+    prefetches: list[Prefetch] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     audits: list[Audit] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
     is_idle: bool = False  # the model has nothing to compute
+    ends_audits: bool = False  # they have waited for idle time for too long
 
 
 @dataclass(slots=True)
@@ -111,8 +115,8 @@ class Report:
     """A worker's report after a step."""
 
     changes: list[Change] = field(default_factory=list)
-    brought: list[str] = field(default_factory=list)
+    prefetched: list[str] = field(default_factory=list)
     epochs: Mapping[FrameKey, int] = field(default_factory=dict)  # of tenants, since it has asked
-    failed: list[str] = field(default_factory=list)  # requests whose loads did, in part or whole
+    failed: list[str] = field(default_factory=list)  # requests with failed loads, in part or whole
     repairs_s: dict[str, float] = field(default_factory=dict)  # seconds that moved loads took
     verdicts: list[Verdict] = field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvboost import config
 from kvboost.config import Options, hint, make_options
 from kvboost.errors import ConfigError
 
@@ -21,14 +22,13 @@ OPTIONS = (
     "recompute_overlap",
     "recompute_ratio",
     "recompute_strategy",
-    "recompute_tail",
     "reuse",
     "tenant_quota",
     "tier_deadline_ms",
 )
 """Of `kvboost.config.Options`: what `kv_connector_extra_config` may set. vLLM does the rest."""
 
-STRATEGIES = ("sampled", "selective", "none")
+STRATEGIES = tuple(name for name in config.STRATEGIES if name not in config.MEASURING)
 """Those that choose by the prompt's tokens alone."""
 
 

@@ -6,20 +6,22 @@ It keeps a copy of the workers' index and decides by it; what turns out to be go
 from __future__ import annotations
 
 import logging
+import math
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, Protocol
 
 from kvboost.config import Options, check_reuse, hint
-from kvboost.connectors.vllm.choice import EVERYBODY, Choice, work_of
+from kvboost.connectors.vllm.choice import EVERYBODY, Choice, Prompt, work_of
 from kvboost.connectors.vllm.messages import (
     Audit,
-    Bring,
     Facts,
     Load,
+    Prefetch,
     Report,
     Save,
     StepWork,
@@ -38,10 +40,11 @@ REQUEST_OPTIONS = ("reuse",)
 
 MOST_AUDITED = 32  # tokens of an answer
 LONGEST_AUDIT = 8192  # tokens of prompt and answer: blocks are held until it is done
+AUDIT_PATIENCE_S = 10.0  # without idle time: an audit holds blocks
 
 
 class VLLMRequest(Protocol):
-    """What is used of vLLM's `Request`."""
+    """The used part of vLLM's `Request`."""
 
     request_id: str
     num_tokens: int
@@ -63,7 +66,7 @@ class _Known:
 
     reuse: ReuseMode
     tenant: str
-    waits: bool = False  # for the workers to bring what they can
+    num_prefetching: int = 0  # ranks that still do; it waits for them
     loads: bool = False  # blocks are being filled
     exact_stop: int | None = None  # rows from here on have something moved below them
     ratio: float = 0.0  # of moved tokens that are repaired
@@ -71,6 +74,7 @@ class _Known:
     moved_stop: int = 0  # where that step begins
     moved_s: float = 0.0  # that the load took
     to_load: tuple[int, int, ReusePlan] | None = None  # rows that were promised, and from where
+    prompt: Prompt | None = None  # while it waits for blocks
     was_loaded: bool = False  # since it was preempted: if vLLM asks again, that has failed
     is_saved: bool = False  # its prompt, or it is on its way
     num_exact: int = 0
@@ -78,7 +82,7 @@ class _Known:
     num_repaired: int = 0
 
     def count(self, num_exact: int, num_moved: int, num_repaired: int) -> None:
-        """Note what of its prompt was reused."""
+        """Record what of its prompt was reused."""
         self.num_exact, self.num_moved, self.num_repaired = num_exact, num_moved, num_repaired
 
     def provenance(self) -> dict[str, Any]:
@@ -101,7 +105,7 @@ class SchedulerSide:
         blocks_of: Callable[[str], Sequence[int]],
         hash_block_size: int,
     ) -> None:
-        """`blocks_of` tells the blocks of a request, `hash_block_size` the tokens in a hash."""
+        """`blocks_of` returns a request's blocks; `hash_block_size`: tokens per block hash."""
         self._default = options.reuse
         self._blocks_of, self._hash_block_size = blocks_of, hash_block_size
         self._choice = Choice(options, repairs)
@@ -109,6 +113,7 @@ class SchedulerSide:
         self._known: dict[str, _Known] = {}
         self._work = StepWork()
         self._audited: dict[str, float] = {}  # by request: the ratio it was made with
+        self._audited_since = math.inf  # the one audit that workers carry out, if any
         self.counts: Counter[str] = Counter()  # since they were taken
 
     def learn(self, facts: Sequence[Facts]) -> None:
@@ -117,8 +122,10 @@ class SchedulerSide:
         Each rank has keys of its own. All hold their part of the same chunks, so that the index of
         the first stands for all; what another rank turns out to miss is computed.
         """
-        found = next((each for each in facts if each.refusal), facts[0])
-        self._choice.learn(found)
+        refusal = next((each.refusal for each in facts if each.refusal), "")
+        move_refusal = next((each.move_refusal for each in facts if each.move_refusal), "")
+        found = replace(facts[0], refusal=refusal, move_refusal=move_refusal)
+        self._choice.learn(found, len(facts))
         if found.refusal:
             log.warning("KVBoost reuses nothing: %s", found.refusal)
         elif found.move_refusal:
@@ -136,10 +143,10 @@ class SchedulerSide:
             return
         known = _Known(reuse, request.cache_salt or "")
         self._known[request.request_id] = known
-        tokens = list(request.all_token_ids)
-        if facts.must_bring and not self._choice.has_all(tokens, known.tenant):
-            known.waits = True
-            self._work.brings.append(Bring(request.request_id, tokens, known.tenant, known.reuse))
+        if facts.must_prefetch and not self._choice.has_all(prompt := self._read(request, known)):
+            known.num_prefetching = self._choice.num_ranks
+            prefetch = Prefetch(request.request_id, prompt.tokens, known.tenant, known.reuse)
+            self._work.prefetches.append(prefetch)
 
     def match(self, request: VLLMRequest, num_local: int) -> tuple[int | None, bool]:
         """How many tokens after the first `num_local` can be supplied; whether between steps.
@@ -149,12 +156,12 @@ class SchedulerSide:
         known = self._known.get(request.request_id)
         if known is None or known.was_loaded or request.skip_reading_prefix_cache:
             return 0, False
-        if known.waits:
+        if known.num_prefetching:
             return None, False
         # vLLM hashes a block once it is full: too late to set it apart.
         num_hashed = len(request.block_hashes) * self._hash_block_size
         plan, known.ratio = self._choice.best(
-            list(request.all_token_ids), known.tenant, known.reuse, num_local, num_hashed
+            self._read(request, known), known.reuse, num_local, num_hashed
         )
         stop = plan.matches[-1].span.stop if plan.matches else 0
         if stop - num_local < LEAST_TOKENS:
@@ -168,7 +175,10 @@ class SchedulerSide:
     def allocated(self, request: VLLMRequest, num_external: int) -> None:
         """A request got its blocks, also for the tokens to supply."""
         known = self._known.get(request.request_id)
-        if known is None or known.to_load is None or num_external == 0:
+        if known is None:
+            return
+        known.prompt = None
+        if known.to_load is None or num_external == 0:
             return
         (start, stop, plan), tokens = known.to_load, list(request.all_token_ids)
         known.to_load, known.loads, known.was_loaded = None, True, True
@@ -185,6 +195,7 @@ class SchedulerSide:
             plan=plan,
             ratio=known.ratio,
             repaired=self._choice.repaired(plan, known.ratio, tokens),
+            chains=self._choice.chains(plan) if plan.moved else {},
         )
         self._work.loads.append(load)
         known.moved_work = work_of(plan, start, len(load.repaired)) if plan.moved else None
@@ -202,6 +213,7 @@ class SchedulerSide:
         work, self._work = self._work, StepWork()
         work.preempted = set(preempted)
         work.is_idle = not num_scheduled
+        work.ends_audits = time.monotonic() - self._audited_since > AUDIT_PATIENCE_S
         for request_id in work.preempted & self._known.keys():
             self._known[request_id].was_loaded = False
         for request_id, count in num_scheduled.items():
@@ -221,9 +233,9 @@ class SchedulerSide:
         if report is None:
             return
         self._choice.note(report.changes, report.epochs)
-        for request_id in report.brought:
+        for request_id in report.prefetched:
             if request_id in self._known:
-                self._known[request_id].waits = False
+                self._known[request_id].num_prefetching -= 1
         for request_id in report.failed:
             if request_id in self._known:
                 self._known[request_id].count(0, 0, 0)
@@ -259,6 +271,13 @@ class SchedulerSide:
         self._work.saves += [save] if save else []
         return save is not None, answer
 
+    def _read(self, request: VLLMRequest, known: _Known) -> Prompt:
+        """A request's prompt, and after preemption its answer too."""
+        prompt, count = known.prompt, request.num_tokens
+        if prompt is None or not self._choice.is_current(prompt, count, known.tenant):
+            prompt = known.prompt = self._choice.read(list(request.all_token_ids), known.tenant)
+        return prompt
+
     def _set_apart(self, request: VLLMRequest, exact_stop: int) -> None:
         """Keep blocks with anything approximate out of vLLM's prefix cache.
 
@@ -289,6 +308,7 @@ class SchedulerSide:
         if stop > LONGEST_AUDIT or len(self._audited) > 1:
             self._judge(Verdict(request.request_id))
             return None
+        self._audited_since = time.monotonic()
         return Audit(
             request_id=request.request_id,
             tokens=list(request.all_token_ids[:stop]),
@@ -302,6 +322,8 @@ class SchedulerSide:
         if verdict.request_id not in self._audited:
             return  # another rank has said it already
         ratio = self._audited.pop(verdict.request_id)
+        if not self._audited:
+            self._audited_since = math.inf
         if verdict.kl is None:
             self.guard.abandon(EVERYBODY)
         else:
@@ -312,7 +334,7 @@ class SchedulerSide:
     def _measurable(
         self, num_scheduled: Mapping[str, int], requests: Mapping[str, VLLMRequest]
     ) -> tuple[Work | None, float]:
-        """The work of a step that ends the prompt of one request, and of nothing else.
+        """The work of a step that only finishes the prompt of one request.
 
         And how much of the time for it was spent before the step.
         """

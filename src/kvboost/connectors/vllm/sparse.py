@@ -57,8 +57,8 @@ class SparseModel:
                 rows, spans = correction
                 limits = Span(runs[0].start, runs[-1].stop)
                 spans = [part for span in spans if len(part := span.within(limits)) > 1]
-                places = [p for run in runs for p in range(run.start, run.stop)]
-                self._correction = _Correction(self._cache, rows, spans, places, block_ids)
+                moved = [p for run in runs for p in range(run.start, run.stop)]
+                self._correction = _Correction(self._cache, rows, spans, moved, block_ids)
             try:
                 hidden = self._run(tokens[start : start + count], runs, block_ids)
             finally:
@@ -72,14 +72,14 @@ class SparseModel:
     @torch.inference_mode()
     def alone(self, token: int, position: int, block_id: int) -> torch.Tensor:
         """K/V [planes, heads, 1, head_dim] of a token at a position, with nothing before it."""
-        place = torch.tensor([position], device=self._cache.device)
-        self._run([token], [Span(0, 1)], [block_id], turned_to=place)
+        at = torch.tensor([position], device=self._cache.device)
+        self._run([token], [Span(0, 1)], [block_id], turned_to=at)
         slot = torch.tensor([block_id * self._cache.block_size], device=self._cache.device)
         layers = range(self._cache.geometry.num_layers)
         return torch.cat([self._cache.pick(layer, slot) for layer in layers])
 
     def before_attention(self, layer_name: str) -> None:
-        """To be called in each layer, after its K/V was written and before attention reads it."""
+        """Called in each layer after its K/V was written and before attention reads it."""
         if self._correction is not None:
             self._correction.apply(self._cache.names.index(layer_name))
 
@@ -126,8 +126,8 @@ class _Correction:
         self._patches = spread.patches(spans, computed, rows.pool.dtype, rows.device)
         self._computed = torch.tensor(computed, device=rows.device)
         self._computed_slots = cache.slots(block_ids, self._computed)
-        places = [torch.arange(patch.start, patch.stop) for patch in self._patches]
-        self._corrected = torch.cat([torch.empty(0, dtype=torch.int64), *places]).to(rows.device)
+        ranges = [torch.arange(patch.start, patch.stop) for patch in self._patches]
+        self._corrected = torch.cat([torch.empty(0, dtype=torch.int64), *ranges]).to(rows.device)
         self._corrected_slots = cache.slots(block_ids, self._corrected)
 
     def apply(self, layer: int) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+import torch
+import torch.distributed as dist
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvboost.config import Options, certified_folder
@@ -49,7 +51,7 @@ class Start:
         self._identity: Identity | None = None
 
     def make_worker(self, names: Sequence[str], repairs: Mapping[float, Repair]) -> WorkerSide:
-        """Learn how the blocks of layers are laid out, name the model, and open the store.
+        """Detect the layout of blocks, identify the model, and open the store.
 
         Raises:
             UnsupportedModel: its K/V cannot be reused.
@@ -77,7 +79,9 @@ class Start:
         # A rank has some of the heads, which are no use to others; and K/V that was not compared
         # with that of Transformers must not pass for it.
         name = f"vllm, rank {rank} of {size}, {self._changes}"
-        worker = WorkerSide(self._own_options(), repairs, cache, is_first=rank == 0)
+        worker = WorkerSide(
+            self._own_options(), repairs, cache, is_first=rank == 0, agree=self.agree
+        )
         worker.name_model(sha256(self._identity.fingerprint + name.encode()).digest())
         return worker
 
@@ -95,7 +99,7 @@ class Start:
         return replace(self._options, disk_cache_dir=str(Path(folder) / own))
 
     def _identify(self, geometry: KVGeometry) -> Identity:
-        """Name the model, as a Transformers process does where its files allow it."""
+        """The model's fingerprint, the same as in a Transformers process if its files allow it."""
         model, (group,) = self._vllm_config.model_config, geometry.groups
         if (how := self._vllm_config.load_config.load_format) not in PLAIN_FORMATS:
             raise UnsupportedModel(f"its weights do not come from safetensors files ({how})")
@@ -127,8 +131,6 @@ class Start:
         """
         identity, config, cache = self._identity, self._vllm_config, worker.cache
         assert identity is not None
-        if config.parallel_config.tensor_parallel_size > 1:
-            raise UnsupportedModel("moved text is repaired on one rank only (tensor parallel)")
         if config.model_config.uses_mrope:
             raise UnsupportedModel("its positions have several dimensions")
         if config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe:
@@ -138,21 +140,45 @@ class Start:
             raise UnsupportedModel(f"{backend.get_name()} writes K/V while it attends")
         sparse = SparseModel(model, cache, config)
         vocabulary = config.model_config.get_vocab_size()
-        check_sparse_prefill(sparse, cache, vocabulary, self._scratch_blocks)
+        blocks = self._scratch_blocks
+        self._together(lambda: check_sparse_prefill(sparse, cache, vocabulary, blocks))
         if identity.planes is not None:
             check_known(sparse, cache, self._probe, identity.planes)
             worker.name_model(identity.fingerprint)
         else:
-            log.info("K/V is not shared with Transformers processes: %s", identity.refusal)
-        longest = config.model_config.max_model_len
-        rotations = measure_rotations(sparse, cache, vocabulary, identity.frequencies, longest)
-        if rotations.refusal:
-            raise UnsupportedModel(rotations.refusal)
-        worker.allow_moved(sparse, rotations.planes)
+            reason = identity.refusal or "each rank has heads of its own"
+            log.info("K/V is not shared with Transformers processes: %s", reason)
+        longest, frequencies = config.model_config.max_model_len, identity.frequencies
+
+        def measure() -> None:
+            rotations = measure_rotations(sparse, cache, vocabulary, frequencies, longest)
+            if rotations.refusal:
+                raise UnsupportedModel(rotations.refusal)
+            worker.allow_moved(sparse, rotations.planes)
+
+        self._together(measure)
+
+    def agree(self, flags: Sequence[bool]) -> list[bool]:
+        """What is true on all ranks, which ask at the same time."""
+        group = get_tp_group()
+        all_flags = torch.tensor(flags, dtype=torch.uint8)
+        if group.world_size > 1:
+            dist.all_reduce(all_flags, dist.ReduceOp.MIN, group.cpu_group)
+        return [bool(flag) for flag in all_flags]
+
+    def _together(self, check: Callable[[], None]) -> None:
+        """Run a check on all ranks. Where one fails all do: a forward waits for every rank."""
+        error: Exception | None = None
+        try:
+            check()
+        except Exception as each:  # raised below, once the others know
+            error = each
+        if not self.agree([error is None])[0]:
+            raise error or UnsupportedModel("another rank refuses")
 
     @property
     def _changes(self) -> tuple[Any, ...]:
-        """What makes vLLM's model another one than its files say."""
+        """Settings that make vLLM's model differ from its files."""
         model = self._vllm_config.model_config
         names = ("quantization", "quantization_config", "hf_overrides", "hf_config_path")
         return tuple(getattr(model, name, None) for name in names)
@@ -164,6 +190,6 @@ class Start:
 
     @property
     def _scratch_blocks(self) -> list[int]:
-        """Blocks to try things with before there are requests; vLLM keeps the first one empty."""
+        """Blocks for measurements before the first request; vLLM keeps the first one empty."""
         count = -(-NUM_PROBE_TOKENS // self._vllm_config.cache_config.block_size)
         return list(range(1, 1 + count))

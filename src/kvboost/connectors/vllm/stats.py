@@ -11,26 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvboost.connectors.vllm.counted import COUNTED, PREFIX
 from kvboost.metrics import NAMES
-
-PREFIX = "vllm:kvboost_"
-
-COUNTED = (
-    "requests",
-    "prompt_tokens",
-    "exact_tokens",
-    "moved_tokens",
-    "repaired_tokens",
-    "audits",
-    "stored_chunks",
-    "evicted_chunks",
-    "loaded_chunks",
-    "dropped_writes",
-    "tier_faults",
-    "damaged_frames",
-    "foreign_frames",
-)
-"""Of `kvboost.metrics.NAMES`: what there is to count inside vLLM."""
 
 
 class KVBoostStats(KVConnectorStats):
@@ -55,7 +37,7 @@ class KVBoostStats(KVConnectorStats):
         return {f"kvboost_{name}": count for name, count in sorted(self.data.items())}
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Whether nothing was counted."""
         return not self.data
 
 

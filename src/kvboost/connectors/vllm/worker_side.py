@@ -6,10 +6,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,13 +17,14 @@ import torch
 
 from kvboost.build import build_store
 from kvboost.config import Options
+from kvboost.connectors.vllm.audits import compared
 from kvboost.connectors.vllm.blocks import BlockRows, PagedCache, StagedRows
 from kvboost.connectors.vllm.messages import (
     Audit,
-    Bring,
     Change,
     Facts,
     Load,
+    Prefetch,
     Report,
     Save,
     StepWork,
@@ -35,14 +36,17 @@ from kvboost.core import (
     FrameKey,
     KVGeometry,
     Namespace,
+    PrefixKey,
     ReusePlan,
     Rotation,
     Span,
+    prefix_key,
 )
+from kvboost.errors import KVBoostError
 from kvboost.metrics import Metrics
-from kvboost.models.rows import private_rows
+from kvboost.models.rows import Rows, private_rows
 from kvboost.reuse.chunks import split
-from kvboost.reuse.keys import derive, namespace
+from kvboost.reuse.keys import derive, namespace, root
 from kvboost.reuse.lookup import find
 from kvboost.reuse.place import Placed, assemble
 from kvboost.reuse.repair import Repair
@@ -55,15 +59,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AUDIT_TOKENS = 128  # computed at once: a request that comes meanwhile waits for no more
-AUDIT_PATIENCE_S = 10.0  # without idle time: an audit holds blocks
 MOST_SAVE_WAIT_S = 2.0  # of the oldest save, until it is done; beyond that, new ones are dropped
 IDLE_WAIT_S = 0.005  # for transfers, when the model has nothing to compute
+
+Agree = Callable[[Sequence[bool]], list[bool]]
+"""What is true on all ranks: each asks at the same time, and gets the same answer."""
 
 
 @dataclass(frozen=True)
 class KVFacts:
-    """What names and places the K/V of vLLM's model."""
+    """What identifies the K/V of vLLM's model, and what moving it needs."""
 
     fingerprint: bytes
     geometry: KVGeometry
@@ -71,7 +76,7 @@ class KVFacts:
 
 
 class ReportedIndex(ChunkIndex):
-    """An index whose changes can be followed by a copy of it."""
+    """An index that lists its changes for a copy of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,16 +111,17 @@ class WorkerSide:
         cache: PagedCache,
         *,
         is_first: bool = True,
+        agree: Agree = list,
     ) -> None:
-        """`is_first`: the rank that reports for all."""
+        """`is_first`: the rank that reports for all; `agree`: finds out what is true on all."""
         self._options, self._repairs, self.cache = options, repairs, cache
         self.metrics = Metrics()
         self._index = ReportedIndex()
         self._store = build_store(options, cache.geometry, self.metrics, self._index)
         self._sparse: SparseModel | None = None
         self._model = KVFacts(b"", cache.geometry, {})
-        self._is_first = is_first
-        self._bringer = ThreadPoolExecutor(4, "kvboost-bring")
+        self._is_first, self._agree = is_first, agree
+        self._prefetcher = ThreadPoolExecutor(4, "kvboost-prefetch")
         self._loader = ThreadPoolExecutor(1, "kvboost-load")
         self._saver = ThreadPoolExecutor(1, "kvboost-save")
         self._done = threading.Condition()
@@ -124,7 +130,7 @@ class WorkerSide:
         self._saved: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._saves: dict[str, tuple[Future[None], float]] = {}  # of each request, and since when
-        self._audits: deque[tuple[Audit, float, Iterator[Verdict | None]]] = deque()  # since when
+        self._audits: deque[tuple[Audit, Iterator[Verdict | None]]] = deque()
         self._report = Report()
         on_cpu = cache.device.type == "cpu"
         self._streams = [] if on_cpu else [torch.Stream(cache.device) for _ in range(2)]
@@ -144,15 +150,15 @@ class WorkerSide:
             fingerprint=self._model.fingerprint,
             refusal="",
             move_refusal=move_refusal,
-            must_bring=self._store.tiers.is_shared,
+            must_prefetch=self._store.tiers.is_shared,
             changes=tuple(self._index.take_changes()),
             epochs=self._store.epochs.all(),
         )
 
     def begin_step(self, work: StepWork) -> None:
         """Start work that does not need the model."""
-        for bring in work.brings:
-            self._submit(self._bringer, self._bring, bring)
+        for prefetch in work.prefetches:
+            self._submit(self._prefetcher, self._prefetch, prefetch)
         for load in work.loads:
             if load.is_exact:
                 self._submit(self._loader, self._load, load, self._now())
@@ -169,9 +175,8 @@ class WorkerSide:
         for load in work.loads:
             if not load.is_exact:
                 self._load_moved(load)
-        now = time.monotonic()
-        self._audits += [(audit, now, self._audit(audit)) for audit in work.audits]
-        if self._audits and (work.is_idle or now - self._audits[0][1] > AUDIT_PATIENCE_S):
+        self._audits += [(audit, self._compared(audit)) for audit in work.audits]
+        if self._audits and (work.is_idle or work.ends_audits):
             self._go_on_with_audit(is_idle=work.is_idle)
 
     def wait_for_saves(self, request_ids: Iterable[str]) -> None:
@@ -200,20 +205,22 @@ class WorkerSide:
         with self._done:
             report, self._report = self._report, Report()
         report.changes = self._index.take_changes()
-        if report.brought:
+        if report.prefetched:
             report.epochs = self._store.epochs.all()
-        return None if report == Report() or not self._is_first else report
+        if not self._is_first:
+            report = Report(failed=report.failed, prefetched=report.prefetched)
+        return None if report == Report() else report
 
     def close(self) -> None:
         """Finish saves and close the store."""
-        for threads in (self._bringer, self._loader):
+        for threads in (self._prefetcher, self._loader):
             threads.shutdown(cancel_futures=True)
         self._saver.shutdown()
         self._store.tiers.close()
 
     @property
     def _has_news(self) -> bool:
-        return bool(self._saved or self._loaded or self._report.brought)
+        return bool(self._saved or self._loaded or self._report.prefetched)
 
     def _submit(
         self, threads: ThreadPoolExecutor, work: Callable[..., None], *arguments: Any
@@ -231,23 +238,23 @@ class WorkerSide:
                 self._num_pending -= 1
                 self._done.notify_all()
 
-    def _bring(self, bring: Bring) -> None:
+    def _prefetch(self, prefetch: Prefetch) -> None:
         try:
             patience = self._store.tiers.patience()
-            self._store.refresh(bring.tenant, patience)
-            space = self._space(bring.tenant)
-            chunks = split(bring.tokens, self._options.chunk_size)
+            self._store.refresh(prefetch.tenant, patience)
+            space = self._space(prefetch.tenant)
+            chunks = split(prefetch.tokens, self._options.chunk_size)
             keys = derive(chunks, space)
-            self._store.bring_prefix(keys, patience)
-            if bring.reuse == "auto":
+            self._store.prefetch_prefix(keys, patience)
+            if prefetch.reuse == "auto":
                 known = find(chunks, keys, self._index).num_reused
-                rest = np.asarray(bring.tokens[known:], dtype="<u4")
-                self._store.bring_moved(rest, space, patience)
+                rest = np.asarray(prefetch.tokens[known:], dtype="<u4")
+                self._store.prefetch_moved(rest, space, patience)
         except Exception:
-            log.exception("what tiers have of a prompt could not be brought")
+            log.exception("the chunks of a prompt could not be prefetched")
         finally:
             with self._done:
-                self._report.brought.append(bring.request_id)
+                self._report.prefetched.append(prefetch.request_id)
 
     def _load(self, load: Load, given: torch.Event | None) -> None:
         """Fill blocks with exact K/V, as far as it is available."""
@@ -267,23 +274,18 @@ class WorkerSide:
                 self._loaded.add(load.request_id)
 
     def _load_moved(self, load: Load) -> None:
-        """Fill rows with moved K/V, then compute gaps and repairs."""
+        """Fill rows with moved K/V, then compute gaps and repairs: the same ones on all ranks."""
         assert self._sparse is not None
         started, stop = time.perf_counter(), load.start
         try:
-            rows = private_rows(self.cache.geometry, load.stop, self.cache.device)
-            placed = self._assemble(load.plan, load, rows)
-            rows.length = load.stop
-            blocks = BlockRows(self.cache, load.block_ids)
-            for run in placed.plan.runs:
-                blocks.write(run.span, rows.read(run.span))
-            live = _positions(placed.plan.live, load.start, load.stop)
+            rows, plan = self._place_moved(load)
+            live = _positions(plan.live, load.start, load.stop)
             positions = sorted({*load.repaired, *live})
             self._sparse.forward(
                 [load.tokens[position] for position in positions],
                 positions,
                 load.block_ids,
-                correction=(rows, self._repairs[load.ratio].corrected(placed.plan)),
+                correction=(rows, self._repairs[load.ratio].corrected(plan)),
             )
             if self._streams:
                 torch.accelerator.synchronize()
@@ -294,6 +296,50 @@ class WorkerSide:
             self._fail_from(stop, load)
             self._loaded.add(load.request_id)
             self._report.repairs_s[load.request_id] = time.perf_counter() - started
+
+    def _place_moved(self, load: Load) -> tuple[Rows, ReusePlan]:
+        """Place what a plan reuses; its rows, and how much of it all ranks have placed.
+
+        Raises:
+            KVBoostError: another rank could not go on.
+        """
+        matches = load.plan.matches
+        has = [False] * (1 + 2 * len(matches))  # whether it can go on, what is placed, what known
+        try:
+            wanted = self._by_own_keys(load)
+            keys = [match.key for match in wanted.matches]
+            rows = private_rows(self.cache.geometry, load.stop, self.cache.device)
+            placed = self._assemble(wanted, load, rows).plan
+            rows.length = load.stop
+            blocks = BlockRows(self.cache, load.block_ids)
+            for run in placed.runs:
+                blocks.write(run.span, rows.read(run.span))
+            spans = {match.span for match in placed.matches}
+            with self._done:  # what it is storing now may come
+                is_storing = self._num_pending > 0
+            known = (is_storing or self._index.get(key) is not None for key in keys)
+            has = [True, *(match.span in spans for match in matches), *known]
+        finally:  # the others wait for it, and then for this rank's part of a forward
+            can_go_on, *agreed = self._agree(has)
+        if not can_go_on:
+            raise KVBoostError("another rank failed")
+        for key, is_known in zip(keys, agreed[len(matches) :], strict=True):
+            if not is_known:  # a part alone is of no use
+                self._index.remove(key)
+        spans = {match.span for match, is_there in zip(matches, agreed, strict=False) if is_there}
+        shared = tuple(match for match in placed.matches if match.span in spans)
+        return rows, replace(placed, matches=shared)
+
+    def _by_own_keys(self, load: Load) -> ReusePlan:
+        """A plan by this rank's keys; it was made by those of the first rank."""
+        if not load.chains:
+            return load.plan
+        own: dict[FrameKey, PrefixKey] = {}
+        for key, (parent, tokens) in load.chains.items():
+            before = root(self._space(load.tenant)) if parent is None else own[parent]
+            own[key] = prefix_key(before, tokens)
+        matches = (replace(match, key=own[match.key]) for match in load.plan.matches)
+        return replace(load.plan, matches=tuple(matches))
 
     def _assemble(self, plan: ReusePlan, load: Load, rows: Slots) -> Placed:
         """Place the chunks of a plan that tiers deliver."""
@@ -362,12 +408,17 @@ class WorkerSide:
 
     def _go_on_with_audit(self, *, is_idle: bool) -> None:
         """Run a step of an audit, or abandon it if there is no idle time: it holds blocks."""
-        audit, _, steps = self._audits[0]
+        audit, steps = self._audits[0]
         verdict: Verdict | None = Verdict(audit.request_id)
-        try:
-            verdict = next(steps) if is_idle else verdict
-        except Exception:
-            log.exception("an audit did not come to its end")
+        if is_idle:
+            has_failed = False
+            try:
+                verdict = next(steps)
+            except Exception:
+                log.exception("an audit failed")
+                has_failed = True
+            if not self._agree([not has_failed])[0]:  # others would wait for its next forward
+                verdict = Verdict(audit.request_id)
         if verdict is None:
             return
         self._audits.popleft()
@@ -378,29 +429,9 @@ class WorkerSide:
             Save(audit.request_id, tokens, audit.tenant, audit.block_ids, is_last=True)
         )
 
-    def _audit(self, audit: Audit) -> Iterator[Verdict | None]:
-        """Compute an answer's logits on the rows it was made from, then on rows computed in full.
-
-        Step by step; the rows are exact afterwards.
-        """
+    def _compared(self, audit: Audit) -> Iterator[Verdict | None]:
         assert self._sparse is not None
-        tokens, first, stop = audit.tokens, audit.num_prompt - 1, len(audit.tokens) - 1
-        answer, count = range(first, stop), stop - first
-
-        def logits() -> torch.Tensor:
-            assert self._sparse is not None
-            rest = tokens[first:stop]
-            return self._sparse.forward(rest, answer, audit.block_ids, num_logits=count).float()
-
-        reused = logits().log_softmax(-1)
-        for start in range(audit.exact_stop, first, AUDIT_TOKENS):
-            piece = range(start, min(start + AUDIT_TOKENS, first))
-            self._sparse.forward(tokens[start : piece.stop], piece, audit.block_ids)
-            yield None
-        full = logits().log_softmax(-1)
-        kl = (full.exp() * (full - reused)).sum(-1).clamp_min(0).mean()
-        same = (full.argmax(-1) == reused.argmax(-1)).float().mean()
-        yield Verdict(audit.request_id, float(kl), float(same))
+        return compared(self._sparse, audit)
 
     def _own_plan(self, load: Load) -> ReusePlan:
         """What this rank has of a prompt now, by its own keys."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-from kvboost.codecs.frame import MAX_HEAD_BYTES, FrameError, Head, read
+from kvboost.codecs.frame import MAX_HEAD_BYTES, VERSION, FrameError, Head, read
 from kvboost.core import FrameKey
 from kvboost.errors import ConfigError, TierUnavailable
 from kvboost.tiers.disk.log import (
@@ -32,11 +32,11 @@ except ImportError:  # Windows
 
 LOCK_NAME = "kvboost.lock"
 _locks: set[int] = set()  # files that this process has locked
-SEGMENTS = "segment-v1-[0-9][0-9][0-9][0-9][0-9].kv"
+SEGMENTS = f"segment-v{VERSION}-[0-9][0-9][0-9][0-9][0-9].kv"
 
 
 def heads(folder: Path) -> Iterator[Head]:
-    """What the frames in a folder say of themselves, also while another process uses it."""
+    """The heads of the frames in a folder, even while another process uses it."""
     locations: dict[FrameKey, Location] = {}
     for change in replay(log_path(folder)):
         match change:
@@ -62,7 +62,7 @@ def heads(folder: Path) -> Iterator[Head]:
 
 
 def clear(folder: Path) -> None:
-    """Remove all that a disk tier left in a folder.
+    """Remove everything a disk tier left in a folder.
 
     Raises:
         TierUnavailable: it is in use.
@@ -70,20 +70,27 @@ def clear(folder: Path) -> None:
     with unavailable_on_error():
         lock_file = take_lock(folder)
         try:
-            for path in [*folder.glob(SEGMENTS), *folder.glob("index-v1.*")]:
+            for path in _files(folder):
                 path.unlink()
         finally:
             release_lock(lock_file)
 
 
+def remove_old_versions(folder: Path) -> None:
+    """Remove segments with frames of other versions, which nothing can read or erase."""
+    for path in _files(folder):
+        if f"-v{VERSION}" not in path.name:
+            path.unlink()
+
+
 def log_path(folder: Path) -> Path:
     """Where the index log lies."""
-    return folder / "index-v1.log"
+    return folder / f"index-v{VERSION}.log"
 
 
 def segment_path(folder: Path, number: int) -> Path:
     """Where a segment lies."""
-    return folder / f"segment-v1-{number:05}.kv"
+    return folder / f"segment-v{VERSION}-{number:05}.kv"
 
 
 def make_folder(folder: Path) -> None:
@@ -131,7 +138,7 @@ def release_lock(file: int) -> None:
 
 
 def _let_go() -> None:
-    """In a child process: or the lock would be held for as long as the child lives."""
+    """In a child process, which would otherwise hold the lock for as long as it lives."""
     while _locks:
         close_file(_locks.pop())
 
@@ -142,8 +149,12 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def unavailable_on_error() -> Iterator[None]:
-    """Let an error of the system be one of the tier."""
+    """Turn system errors into `TierUnavailable`."""
     try:
         yield
     except OSError as error:
         raise TierUnavailable(str(error)) from error
+
+
+def _files(folder: Path) -> list[Path]:
+    return [*folder.glob("segment-v*-*.kv"), *folder.glob("index-v*.*")]

@@ -1,4 +1,4 @@
-"""The index log: where each frame lies, in records of one size that do not depend on each other.
+"""The index log: the location of each frame, in independent records of fixed size.
 
 Later records win. One that is torn or damaged is skipped, and every other one still counts.
 """
@@ -77,7 +77,7 @@ class IndexLog:
             self.num_records = os.fstat(self._file).st_size // _RECORD_BYTES
 
     def append(self, changes: Iterable[Change]) -> None:
-        """Write changes; they outlive this process when this returns."""
+        """Write changes, which then survive this process."""
         records = b"".join(map(_encode, changes))
         # After a torn write the next record must start on its own border again.
         torn = os.fstat(self._file).st_size % _RECORD_BYTES
@@ -87,7 +87,7 @@ class IndexLog:
     def rewrite(
         self, locations: Mapping[FrameKey, Location], epochs: Mapping[FrameKey, int]
     ) -> None:
-        """Replace the log by the shortest one that says the same, at once or not at all."""
+        """Replace the log atomically by the shortest equivalent one."""
         fresh = self._path.with_suffix(".new")
         with suppress(FileNotFoundError):
             fresh.unlink()
@@ -101,7 +101,7 @@ class IndexLog:
         self._file, self.num_records = log._file, log.num_records
 
     def sync(self) -> None:
-        """Have all of it outlive a power cut."""
+        """Make everything written survive a power cut."""
         os.fsync(self._file)
 
     @property

@@ -30,7 +30,7 @@ _UNREADABLE = {errno.EFAULT, getattr(errno, "EHWPOISON", 133)}
 
 
 class OpenFiles:
-    """Files that are opened when they are needed; the ones used last stay open. Not thread-safe."""
+    """Files opened on demand; the most recently used stay open. Not thread-safe."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[Path, FileIO] = OrderedDict()
@@ -62,7 +62,7 @@ class Segment:
     _mapped: Callable[[], npt.NDArray[np.uint8] | None] = lambda: None
 
     def make(self) -> None:
-        """Create the file, which has all its room from the start where the system can do that."""
+        """Create the file, pre-allocated where the system can do that."""
         with FileIO(self.path, "w+", opener=open_own) as file:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, self.size_bytes)
@@ -75,7 +75,7 @@ class Segment:
         return self._mapped() is not None
 
     def map(self, offset: int, num_bytes: int) -> memoryview:
-        """A view of the file, in which nothing is overwritten meanwhile; empty if it is cut short.
+        """A view of the file, not overwritten while it is held; empty if the file is cut short.
 
         All views share one mapping of the file, and its pages with the system's file cache:
         nothing is copied.
@@ -108,7 +108,7 @@ class Segment:
             data, offset = data[num_written:], offset + num_written
 
     def find(self, keys: Collection[FrameKey], owners: Collection[Owner]) -> dict[Span, FrameKey]:
-        """Where frames of some keys and owners lie, also if they were dropped before."""
+        """Locations of the frames of some keys and owners, dropped ones included."""
         found: dict[Span, FrameKey] = {}
         for start, piece in self._pieces():
             for at in range(0, len(piece) - HEAD_BYTES, BLOCK_BYTES):

@@ -18,6 +18,7 @@ from kvboost.tiers.disk.folder import (
     log_path,
     make_folder,
     release_lock,
+    remove_old_versions,
     segment_path,
     take_lock,
     unavailable_on_error,
@@ -39,7 +40,7 @@ LARGEST_SEGMENT_BYTES = 256 << 20
 LOG_SHARE = 16  # the log gets this fraction of the budget: 1 / 16
 HEAD_GUESS_BYTES = 2048  # holds the head of a chunk of 256 tokens
 MOST_MOVED_BYTES = 32 << 20  # when a segment is emptied: others wait meanwhile
-NOTHING = memoryview(b"")  # what can be read of a frame that cannot be read
+NOTHING = memoryview(b"")  # in place of an unreadable frame
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class DiskTier(OwnTier):
         self._locations: dict[FrameKey, Location] = {}
         self._used: set[FrameKey] = set()
         self._files = OpenFiles()
-        self._segments: dict[int, Segment] = {}  # in the order in which they were begun
+        self._segments: dict[int, Segment] = {}  # oldest first
         self._has_refused = False
         self.num_unreadable = 0  # records of the index, or frames that they lead to
         self._left: list[FrameKey] = []  # evicted, and not yet reported
@@ -84,6 +85,7 @@ class DiskTier(OwnTier):
             self._lock_file = take_lock(folder)
             with ExitStack() as undo:
                 undo.callback(release_lock, self._lock_file)
+                remove_old_versions(folder)
                 self._log = IndexLog(log_path(folder))
                 undo.callback(self._close_files)
                 self._open_segments()
@@ -93,7 +95,7 @@ class DiskTier(OwnTier):
                 undo.pop_all()
 
     def get(self, keys: Sequence[FrameKey]) -> dict[FrameKey, memoryview]:
-        """Frames as they lie in the files, which stay as they are for as long as they are held."""
+        """Views of the files, which do not change while they are held."""
         with self._lock, unavailable_on_error():
             held = {key: self._locations[key] for key in keys if key in self._locations}
             self._used.update(held)
@@ -101,7 +103,7 @@ class DiskTier(OwnTier):
                 key: self._segments[location.segment].map(location.offset, location.num_bytes)
                 for key, location in held.items()
             }
-        # Bringing pages in takes time, in which others may write.
+        # Reading pages takes time; others may write meanwhile.
         with unavailable_on_error():
             return {
                 key: view if is_readable(view, self._came) else NOTHING
@@ -123,12 +125,12 @@ class DiskTier(OwnTier):
         return [key for key in left if key not in self._locations]
 
     def discard(self, keys: Iterable[FrameKey]) -> None:
-        """Forget keys; their room is used again when their segment is emptied."""
+        """Forget keys; their space is reused when their segment is emptied."""
         with self._lock, unavailable_on_error():
             self._drop([key for key in keys if key in self._locations])
 
     def erase(self, keys: Collection[FrameKey], owners: Collection[Owner]) -> None:
-        """Forget frames and overwrite their bytes, also in copies that were dropped before.
+        """Forget frames and overwrite their bytes, those of dropped copies included.
 
         Only the writing thread calls this, so that nothing is written while it looks.
 
@@ -174,7 +176,7 @@ class DiskTier(OwnTier):
         return key in self._locations
 
     def heads(self) -> Iterator[Head]:
-        """What all frames say of themselves, the latest first; unsound ones are dropped."""
+        """The heads of all frames, the latest first; damaged ones are dropped."""
         for key in reversed(list(self._locations)):
             head = self._head(key)
             if head is None or head.entry.key != key:
@@ -187,7 +189,7 @@ class DiskTier(OwnTier):
         return (key for key in list(self._locations) if not self._is_sound(key))
 
     def compact(self) -> int:
-        """Give back the room of empty segments; how many bytes that were."""
+        """Release the space of empty segments; returns the bytes freed."""
         with self._lock, unavailable_on_error():
             empty = self._empty()
             freed = sum(self._segments[number].size_bytes for number in empty)
@@ -265,7 +267,7 @@ class DiskTier(OwnTier):
         segment.live_bytes += in_blocks(location.num_bytes)
 
     def _drop(self, keys: Sequence[FrameKey]) -> None:
-        """Forget keys, in the log first: or the next process finds other bytes there."""
+        """Forget keys, in the log first, or the next process would find other bytes there."""
         self._log.append(map(Drop, keys))
         for key in keys:
             self._forget(key)
@@ -279,7 +281,7 @@ class DiskTier(OwnTier):
             segment.live_bytes -= in_blocks(location.num_bytes)
 
     def _vacate(self, number: int) -> list[FrameKey]:
-        """Forget all that lies in a segment; the keys."""
+        """Forget everything in a segment; returns the keys."""
         segment = self._segments[number]
         gone = list(segment.keys)
         for key in gone:
@@ -315,7 +317,7 @@ class DiskTier(OwnTier):
         self._left.append(key)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Let the last segment have room for a frame."""
+        """Make room for a frame in the last segment."""
         if self._segments:
             last = next(reversed(self._segments.values()))
             if last.end + in_blocks(num_bytes) <= last.size_bytes:
@@ -395,7 +397,7 @@ class DiskTier(OwnTier):
         return True
 
     def _head(self, key: FrameKey) -> Head | None:
-        """What a frame's head says, or None if it cannot be read."""
+        """A frame's head, or None if it cannot be read."""
         with self._lock:
             location = self._locations.get(key)
             if location is None:  # it has left meanwhile
