@@ -189,16 +189,13 @@ class Fast:
         if not self.shows:
             said = f"{told}. Times hardly grow with the prompt, so hits cannot be seen."
             return Finding("fast", "hits", "grey", said, figures)
-        longest = self.pairs[self.longest]
         is_likely = sign_p(num_faster, num_slower + num_faster) < LIKELY
-        if not self._is_enough and is_likely:
-            said = f"{told}, but {num_faster} of {len(pairs)} prompts were faster: times vary."
-            return Finding("fast", "hits", "grey", said, figures)
-        if not self._is_enough and (_cached([pair.again for pair in longest]) or 0) > MOSTLY:
-            said = f"{told}, but usage counts cached tokens: times vary."
-            return Finding("fast", "hits", "grey", said, figures)
-        said = f"{told}: no prefix cache, or it was not hit."
-        return Finding("fast", "hits", "yellow", said, figures)
+        is_counted = (_cached([p.again for p in self.pairs[self.longest]]) or 0) > MOSTLY
+        if not self._is_enough and (is_likely or is_counted):
+            why = f"{num_faster} of {len(pairs)} prompts were faster"
+            told += f", but {'usage counts a hit' if is_counted else why}: times vary."
+            return Finding("fast", "hits", "grey", told, figures)
+        return Finding("fast", "hits", "yellow", f"{told}: no prefix cache, or not hit.", figures)
 
     @property
     def _is_enough(self) -> bool:

@@ -21,7 +21,6 @@ from kvboost.connectors.vllm.audits import compared
 from kvboost.connectors.vllm.blocks import BlockRows, PagedCache, StagedRows
 from kvboost.connectors.vllm.messages import (
     Audit,
-    Change,
     Facts,
     Load,
     Prefetch,
@@ -30,9 +29,8 @@ from kvboost.connectors.vllm.messages import (
     StepWork,
     Verdict,
 )
+from kvboost.connectors.vllm.reported import ReportedIndex
 from kvboost.core import (
-    Anchor,
-    Entry,
     FrameKey,
     KVGeometry,
     Namespace,
@@ -51,7 +49,6 @@ from kvboost.reuse.lookup import find
 from kvboost.reuse.place import Placed, assemble
 from kvboost.reuse.repair import Repair
 from kvboost.reuse.store import commit
-from kvboost.tiers.index import ChunkIndex
 
 if TYPE_CHECKING:
     from kvboost.connectors.vllm.sparse import SparseModel
@@ -73,29 +70,6 @@ class KVFacts:
     fingerprint: bytes
     geometry: KVGeometry
     rotations: Mapping[int, Rotation | None]
-
-
-class ReportedIndex(ChunkIndex):
-    """An index that lists its changes for a copy of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._changes: deque[Change] = deque()
-
-    def add(self, entry: Entry, anchors_in_it: Iterable[Anchor] = ()) -> None:
-        """Make an entry findable."""
-        words = tuple(anchors_in_it)
-        super().add(entry, words)
-        self._changes.append(Change(entry.key, entry, words))
-
-    def remove(self, key: FrameKey) -> None:
-        """Forget an entry."""
-        super().remove(key)
-        self._changes.append(Change(key))
-
-    def take_changes(self) -> list[Change]:
-        """The changes since the last call."""
-        return [self._changes.popleft() for _ in range(len(self._changes))]
 
 
 class WorkerSide:
@@ -409,16 +383,14 @@ class WorkerSide:
     def _go_on_with_audit(self, *, is_idle: bool) -> None:
         """Run a step of an audit, or abandon it if there is no idle time: it holds blocks."""
         audit, steps = self._audits[0]
-        verdict: Verdict | None = Verdict(audit.request_id)
-        if is_idle:
-            has_failed = False
-            try:
-                verdict = next(steps)
-            except Exception:
-                log.exception("an audit failed")
-                has_failed = True
-            if not self._agree([not has_failed])[0]:  # others would wait for its next forward
-                verdict = Verdict(audit.request_id)
+        verdict, goes_on = None, is_idle
+        try:
+            verdict = next(steps) if is_idle else None
+        except Exception:
+            log.exception("an audit failed")
+            goes_on = False
+        if not self._agree([goes_on])[0]:  # others would wait for its next forward
+            verdict = Verdict(audit.request_id)
         if verdict is None:
             return
         self._audits.popleft()
