@@ -149,6 +149,16 @@ def test_a_smaller_budget_makes_the_folder_smaller(folder: Folder) -> None:
     )
 
 
+def test_files_of_another_version_are_removed(folder: Folder) -> None:
+    put(folder.open(), 1)
+    folder.close()
+    for path in folder.path.glob("*-v2*"):
+        path.rename(path.with_name(path.name.replace("-v2", "-v1")))
+    assert len(list(folder.path.glob("*-v1*"))) >= 2
+    assert not folder.open().holds(key_of(1))
+    assert not list(folder.path.glob("*-v1*"))
+
+
 def test_damage_to_the_index_loses_only_the_damaged_records(folder: Folder) -> None:
     tier = folder.open(4 * MIB)
     put(tier, *range(50))
