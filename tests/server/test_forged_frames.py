@@ -29,8 +29,11 @@ SEALED_AT = frame.HEAD_BYTES - 8
 
 
 def forge(honest: bytes, chance: random.Random) -> bytes:
-    """The same frame with other numbers or bytes, longer or shorter; then sealed again."""
-    forged = bytearray(honest)
+    """The same frame with other numbers or bytes, longer or shorter; then sealed again.
+
+    Its K/V stays: nothing but a `cache_secret` could tell other K/V with a right checksum.
+    """
+    forged, payload = bytearray(honest), frame.read(memoryview(honest)).payload
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         kind = chance.randrange(5)
         if kind == 0:  # a count, a length or a position
@@ -39,8 +42,7 @@ def forge(honest: bytes, chance: random.Random) -> bytes:
         elif kind == 1:
             struct.pack_into("<Q", forged, 28, chance.choice(EDGES) % 2**64)
         elif kind == 2:  # anything in the head, keys and tokens with it
-            end = min(frame.HEAD_BYTES + 200, len(forged))
-            forged[chance.randrange(4, end)] = chance.randrange(256)
+            forged[chance.randrange(4, payload.start)] = chance.randrange(256)
         elif kind == 3:
             del forged[chance.randrange(frame.HEAD_BYTES + 64, len(honest)) :]
         else:
@@ -69,7 +71,7 @@ def test_forged_frames_are_misses_and_discarded(tmp_path: Path) -> None:
         outcomes = _forge_all(server.port, tmp_path)
     num_sound, num_answered = outcomes.pop("sound"), outcomes.pop("status 200")
     assert outcomes.total() == 0, outcomes
-    assert 0 < 4 * num_sound < num_answered
+    assert 4 * num_sound < num_answered
 
 
 def _forge_all(port: int, folder: Path) -> Counter[str]:
