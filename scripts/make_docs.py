@@ -66,14 +66,14 @@ def moved_quality() -> str:
 def quality_summary() -> str:
     """The default repair: a row for each model and task."""
     lines = [
-        "| model | task | prompts | top-1 | mean KL | identical outputs | F1 (full prefill) |"
-        " TTFT |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| model | task | prompts | same answer | identical outputs | top-1 | mean KL |"
+        " F1 (full prefill) | TTFT |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
         f"| {run['model']} | `{run['task']}`{run['where']} | {run['prompts']} | "
-        f"{100 * run['top1']:.0f} % | {run['kl']:.3f} | {run['num_same']} | "
-        f"{_score(run)} | {run['share']:.2f} |"
+        f"{_same_answer(run)} | {run['num_same']} | {100 * run['top1']:.0f} % | "
+        f"{run['kl']:.3f} | {_score(run)} | {run['share']:.2f} |"
         for run in _default_repairs()
     ]
     return f"{moved_quality()}\n\n" + "\n".join(lines)
@@ -177,12 +177,12 @@ def _quality_table(model: str, task: str, rows: list[dict[str, Any]]) -> str:
         f"<details><summary>{model} {first['dtype']}, {task}: {first['prompts']} prompts of "
         f"{first['prompt_tokens']:.0f} tokens, full prefill {first['full_s']:.1f} s</summary>",
         "",
-        "| stored by | repair | KL | median | top-1 | F1 (full) | computed | time |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| stored by | repair | same answer | KL | median | top-1 | F1 (full) | computed | time |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {row['encoding']} | {row['case']} | {row['kl']:.4f} | {row['median_kl']:.4f} | "
-        f"{row['top1']:.3f} | {_score(row)} | {row['computed']:.2f} | {row['time_share']:.2f} |"
+        f"| {row['encoding']} | {row['case']} | {_same_answer(row)} | {row['kl']:.4f} | "
+        f"{row['median_kl']:.4f} | {row['top1']:.3f} | {_score(row)} | {row['computed']:.2f} | {row['time_share']:.2f} |"
         for row in rows
     ]
     return "\n".join([*lines, "", "</details>"])
@@ -206,7 +206,6 @@ def _default_repairs() -> list[dict[str, Any]]:
             "where": ", vLLM",
             "kl": row["mean_kl"],
             "num_same": int(row["same_text"].split()[0]),
-            "full_score": row["vllm_score"],
             "share": row["ratio"],
         }
         for row in _rows("vllm")
@@ -217,6 +216,13 @@ def _default_repairs() -> list[dict[str, Any]]:
 
 def _score(row: dict[str, Any]) -> str:
     return f"{row['score']:.2f} ({row['full_score']:.2f})" if "score" in row else ""
+
+
+def _same_answer(row: dict[str, Any]) -> str:
+    if "same_answer_interval" not in row:
+        return ""
+    low, high = row["same_answer_interval"]
+    return f"{100 * row['same_answer']:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
 
 
 def _identity_table(rows: list[dict[str, Any]]) -> str:

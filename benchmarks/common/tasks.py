@@ -1,7 +1,7 @@
 """RAG prompts with documents, a question and, where there is one, the right answer.
 
-`pages` needs nothing but Python; the others read public sets from the folder given by --data:
-musique_s.json, hotpotqa_distractor_100.jsonl, nq-open-oracle.jsonl.gz.
+`pages` and `hops` need nothing but Python; the others read public sets from the folder given by
+--data: musique_s.json, hotpotqa_distractor_100.jsonl, nq-open-oracle.jsonl.gz.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.common.material import documents
 
+TASKS = ("pages", "hops", "musique", "hotpot", "nq")
 SYSTEM = (
     "You are a careful assistant. Use the documents to answer the question. "
     "Answer with a few words only."
@@ -35,6 +36,8 @@ class Item:
 def items(task: str, count: int, data: Path | None, num_documents: int) -> list[Item]:
     if task == "pages":
         return _pages(count, num_documents)
+    if task == "hops":
+        return [_hops(number, num_documents) for number in range(count)]
     if data is None:
         raise SystemExit(f"--task {task} needs --data FOLDER with its public data set")
     makers = {"musique": _musique, "hotpot": _hotpot, "nq": _nq}
@@ -82,6 +85,48 @@ def _pages(count: int, num_documents: int) -> list[Item]:
         about = chance.choice(chosen).split("\n")[0][:60]
         made.append(Item(chosen, f"What do the documents say about: {about}?", []))
     return made
+
+
+# Of the task `hops`: at most two documents for each.
+PEOPLE = (
+    "Mira Tolland,Jonas Aldrick,Petra Winslow,Tobias Fenn,Helen Okafor,Ruben Castell,Ingrid Moe"
+)
+COMPANIES = (
+    "Brenwick Foods,Halden Optics,Corvane Textiles,Lumetra,Stonegate Mills,Veridan,Oakfield Press"
+)
+CITIES = "Oslo,Lisbon,Toronto,Nairobi,Vienna,Osaka,Dublin"
+JOBS = "an accountant,a chemist,a translator,a buyer,an engineer,a designer,a driver"
+GOODS = "bread,lenses,curtains,lamps,flour,software,books"
+
+
+def _hops(number: int, num_documents: int) -> Item:
+    """People, the companies they work for, and the cities of these: the answer takes two pages."""
+    chance, num_pairs = random.Random(number), num_documents // 2
+    people, companies, cities, jobs, goods = (
+        chance.sample(names.split(","), num_pairs)
+        for names in (PEOPLE, COMPANIES, CITIES, JOBS, GOODS)
+    )
+    texts = []
+    for person, company, city, job, good in zip(
+        people, companies, cities, jobs, goods, strict=True
+    ):
+        since, founded = chance.randint(1990, 2020), chance.randint(1890, 1980)
+        texts.append(
+            f"{person} is {job} at {company}. Years of study and travel came before that, and"
+            f" {person} has written about them in a local paper. Colleagues describe a careful"
+            f" reader with a dry sense of humour, who cycles to work in all weathers and leaves"
+            f" late. In {since} {company} offered a permanent position."
+        )
+        texts.append(
+            f"{company} was founded in {founded} and makes {good}. Its office is in {city}. The"
+            f" company began in a single room with four workers and a borrowed machine. It moved"
+            f" twice, was sold once, and now belongs to its staff. In good years"
+            f" {company} exports a third of its {good}."
+        )
+    chance.shuffle(texts)
+    asked = chance.randrange(num_pairs)
+    question = f"In which city is the office of the company where {people[asked]} works?"
+    return Item(texts, question, [cities[asked]])
 
 
 def _musique(data: Path, num_documents: int) -> Iterator[Item]:

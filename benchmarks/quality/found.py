@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.common.material import tokenizer
 from benchmarks.common.measure import Row
-from benchmarks.common.tasks import Item, items, prompt
+from benchmarks.common.tasks import TASKS, Item, items, prompt
 from benchmarks.storage.lookup import CHUNK, SPACE, add
 from kvboost.core import Span
 from kvboost.reuse.chunks import split
@@ -22,7 +22,7 @@ from kvboost.tiers.index import ChunkIndex
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--task", nargs="+", default=["pages"], help="pages musique hotpot nq")
+    parser.add_argument("--task", nargs="+", choices=TASKS, default=["pages"])
     parser.add_argument("--data", type=Path, help="folder of the public data sets")
     parser.add_argument("--prompts", type=int, default=60)
 

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.common.material import engine_of
 from benchmarks.common.measure import Row
-from benchmarks.common.tasks import Item, f1, items, prompt, scored
+from benchmarks.common.tasks import TASKS, Item, f1, items, prompt, scored
 from kvboost import KVBoost
 from kvboost.bench import records
 from kvboost.bench.questions.frontier import greedy, led_along, reference, timed_prefill
@@ -94,7 +94,7 @@ PLANTED = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--task", nargs="+", default=["pages"], help="pages musique hotpot nq")
+    parser.add_argument("--task", nargs="+", choices=TASKS, default=["pages"])
     parser.add_argument("--data", type=Path, help="folder of the public data sets")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--documents", type=int, default=6)

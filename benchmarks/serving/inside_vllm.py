@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.material import dtype_name, stream, tokenizer
+from benchmarks.common.material import dtype_name, engine_of, stream, tokenizer
 from benchmarks.common.measure import Row, median_ms, median_ratio
-from benchmarks.common.tasks import Item, f1, items, prompt
+from benchmarks.common.tasks import TASKS, Item, f1, items, prompt
 from benchmarks.serving.vllm_server import VllmServer
 from kvboost.bench.statistics import interval
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm-python", required=True, help="a Python that has vLLM installed")
     parser.add_argument("--parts", nargs="+", default=["exact", "moved"], help="exact texts moved")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 2000])
-    parser.add_argument("--task", default="pages", help="pages, musique, hotpot or nq")
+    parser.add_argument("--task", choices=TASKS, default="pages")
     parser.add_argument("--data", type=Path, help="folder of the public data sets")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--documents", type=int, default=6)
@@ -123,7 +123,11 @@ def _texts(start: Start, words: Any, options: argparse.Namespace) -> list[Row]:
 
 
 def _moved(start: Start, words: Any, options: argparse.Namespace) -> list[Row]:
-    """RAG prompts whose passages were read before in other prompts, in other orders."""
+    """RAG prompts whose passages were read before in other prompts, in other orders.
+
+    The Transformers engine reads the same prompts in the same order, to tell the connector from
+    the method.
+    """
     made = items(options.task, options.prompts, options.data, options.documents)
     ours_s, theirs_s, lengths, scores, full_scores = [], [], [], [], []
     same = 0
@@ -153,6 +157,7 @@ def _moved(start: Start, words: Any, options: argparse.Namespace) -> list[Row]:
             ours.forget()  # waits for the audit, which is done when nothing else is
         counted = ours.counters()
         verdicts = [tuple(map(float, found)) for found in VERDICT.findall(ours.log.read_text())]
+    engine = _moved_by_engine(made, words, options)
     return [
         {
             "part": "moved",
@@ -170,13 +175,44 @@ def _moved(start: Start, words: Any, options: argparse.Namespace) -> list[Row]:
             "mean_kl": round(statistics.mean(kl for kl, _ in verdicts), 4) if verdicts else None,
             "top1": round(statistics.mean(top for _, top in verdicts), 4) if verdicts else None,
             "same_text": f"{same} of {len(made)}",
-            "score": round(statistics.mean(scores), 4) if scores else None,
-            "vllm_score": round(statistics.mean(full_scores), 4) if scores else None,
-            "score_change_interval": interval(np.subtract(scores, full_scores), np.mean)
-            if scores
-            else None,
+            **_scored("", scores, full_scores),
+            **engine,
         }
     ]
+
+
+def _moved_by_engine(made: Sequence[Item], words: Any, options: argparse.Namespace) -> Row:
+    same, scores, full_scores = 0, [], []
+    with engine_of(options, **_AUDITED | {"reuse": "auto"}) as engine:
+        for number, item in enumerate(made):
+            for earlier in _earlier(item, made, number):
+                engine.generate(prompt(earlier, words), 1, reuse="exact")
+            asked = prompt(item, words)
+            moved = engine.generate(asked, MOST_NEW).output_text
+            full = engine.generate(asked, MOST_NEW, reuse="off").output_text
+            same += moved == full
+            if item.answers:
+                scores.append(f1(_first_line(moved), item.answers))
+                full_scores.append(f1(_first_line(full), item.answers))
+            print(f"Transformers {number + 1}/{len(made)}", flush=True)
+            engine.flush()  # waits for the audit
+        audits = engine.cache_stats()["quality"][""]
+    return {
+        "engine_same_text": f"{same} of {len(made)}",
+        "engine_last_kl": audits["mean_kl"],  # mean of the last 16 audits
+        **_scored("engine_", scores, full_scores),
+    }
+
+
+def _scored(who: str, scores: list[float], full_scores: list[float]) -> Row:
+    """Mean task score on moved text, of a full prefill, and where their difference lies."""
+    if not scores:
+        return {}
+    return {
+        f"{who}score": round(statistics.mean(scores), 4),
+        f"{who}full_score": round(statistics.mean(full_scores), 4),
+        f"{who}score_change_interval": interval(np.subtract(scores, full_scores), np.mean),
+    }
 
 
 _AUDITED = {"reuse": "exact", "audit_ratio": 1.0, "quality_budget": 100.0}

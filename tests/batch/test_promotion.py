@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from fakes import words
 from kvboost import KVBoost
 from kvboost.core import MatchKind
 from kvboost.engine.batch import promotion
+from kvboost.engine.prefill import Terms, look_up
 from kvboost.models.rows import Rows
 
 pytestmark = pytest.mark.tiny
@@ -40,6 +42,21 @@ def test_the_next_question_is_exact(is_audited: bool) -> None:
         assert follow_up.reuse.tokens(MatchKind.EXACT) == len(context) - 1
         assert follow_up.reuse.tokens(MatchKind.MOVED) == 0
         assert list(follow_up.token_ids) == alone([*context, *NEXT], 8)
+
+
+def test_documents_asked_for_together_are_read_together() -> None:
+    """In another order they are moved from the promoted context, where nothing else was read."""
+    with moving_engine() as engine:
+        engine.generate(about([0, 2], 0), 1)
+        engine.generate(about([3, 1], 1), 1)
+        together, parts = about([1, 0], 2), engine._parts
+        parts = replace(parts, options=replace(parts.options, company="same"))
+        before = look_up(together, parts, Terms("auto"))
+        moved(engine, about([0, 1], 2))
+        engine.flush()
+        after = look_up(together, parts, Terms("auto"))
+    assert len(before.moved) == 0
+    assert sum(len(run) for run in after.moved) > 200
 
 
 def test_it_can_be_switched_off() -> None:
