@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from benchmarks.common.material import dtype_name
 from benchmarks.common.measure import Row, in_process
 
 SCRIPT = Path(__file__).with_name("replicas_run.py")
@@ -19,5 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> list[Row]:
     names = ("model", "requests", "clients", "parts")
-    rows: list[Row] = in_process(SCRIPT, {name: getattr(options, name) for name in names})["rows"]
+    task = {name: getattr(options, name) for name in names} | {"dtype": dtype_name(options)}
+    rows: list[Row] = in_process(SCRIPT, task)["rows"]
     return rows

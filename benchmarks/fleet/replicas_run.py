@@ -56,7 +56,7 @@ def main() -> None:
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    fleet = Fleet(task["model"], port, task["clients"])
+    fleet = Fleet(task["model"], task["dtype"], port, task["clients"])
     rows: list[dict[str, Any]] = []
     try:
         for part in task["parts"]:
@@ -96,14 +96,14 @@ def requests(model: str, number: int) -> list[list[dict[str, str]]]:
 class Fleet:
     """The application on Ray Serve, and clients of it."""
 
-    def __init__(self, model: str, port: int, num_clients: int) -> None:
-        self.model = model
+    def __init__(self, model: str, dtype: str, port: int, num_clients: int) -> None:
+        self.model, self._dtype = model, dtype
         self._url = f"http://127.0.0.1:{port}/v1"
         self._num_clients = num_clients
 
     def start(self, model: str, **arguments: Any) -> None:
         """Deploy, or put another version in place of what runs, and wait until it is there."""
-        settings = {"model": model, "served_model_name": "m", "dtype": "float32", **arguments}
+        settings = {"model": model, "served_model_name": "m", "dtype": self._dtype, **arguments}
         serve.run(app({name: str(value) for name, value in settings.items()}), name="default")
 
     def stop(self) -> None:

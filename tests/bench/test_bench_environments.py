@@ -30,6 +30,8 @@ def test_an_environment_is_made_once(folder: Path, monkeypatch: pytest.MonkeyPat
     said = subprocess.run([python, "-c", "import sys; print(sys.prefix)"], capture_output=True)
     assert Path(said.stdout.decode().strip()) == folder / "tiny" / "venv"
     assert make("tiny") == python and built == [folder / "tiny"]
+    monkeypatch.setitem(RECIPES, "tiny", Recipe(("--version",), built.append, ("another flag",)))
+    assert python_of("tiny") is None
 
 
 def test_one_whose_build_fails_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

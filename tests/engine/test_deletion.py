@@ -153,6 +153,18 @@ def test_a_disk_forgets_for_good(tmp_path: Path) -> None:
         assert cached(engine, SECRET, **ALICE) == len(SECRET)
 
 
+def test_a_disk_forgets_what_is_left_when_a_file_was_lost(tmp_path: Path) -> None:
+    options = {"disk_cache_dir": str(tmp_path), "max_disk_bytes": 2**20}
+    with engine_of(**options) as engine:
+        store_both(engine)
+        for path in tmp_path.glob("segment-*"):
+            path.unlink()
+        engine.generate([1, *SECRET], 1, **ALICE)
+        assert engine.contents.delete(None, **ALICE).pending == ()
+        engine.flush()
+    assert not in_files(tmp_path, said(SECRET))
+
+
 def test_a_disk_that_is_down_keeps_its_deletion_pending(
     patient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

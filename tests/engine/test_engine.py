@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from batching import engine_of
+from batching import alone, engine_of, greedy
 from fakes import WordTokenizer, byte_tokenizer, words
 from kvboost import ConfigError, GenerationMode, KVBoost, KVBoostError, TextStream, UnsupportedModel
 from kvboost.core import MatchKind, Span
@@ -309,6 +309,10 @@ def test_warm_takes_texts_messages_and_ids_and_can_pin(engine: KVBoost) -> None:
         engine.warm(text, ttl_s=3)
 
 
+def test_nothing_of_no_text_is_pinned(engine: KVBoost) -> None:
+    assert engine.contents.pin([], tenant="", ttl_s=None) == 0
+
+
 def test_pinned_text_outlives_traffic() -> None:
     geometry = engine_of()._parts.model.geometry
     engine = engine_of(max_cache_bytes=20 * 16 * geometry.bytes_per_token)
@@ -484,6 +488,18 @@ def test_a_model_has_one_engine_and_gets_its_state_back() -> None:
         assert engine.generate(words(20), 2).token_ids
 
 
+def test_closing_twice_does_nothing_to_the_next_engine() -> None:
+    model = build(*SUPPORTED["llama"])
+    first = KVBoost(model, WordTokenizer())
+    first.close()
+    with KVBoost(model, WordTokenizer()) as second:
+        first.close()
+        submitted = [second.submit(words(40), greedy(8)) for _ in range(3)]
+        assert all(list(each.result(60).token_ids) == alone(words(40), 8) for each in submitted)
+        with pytest.raises(UnsupportedModel, match="close that one"):
+            KVBoost(model, WordTokenizer())
+
+
 def test_calling_the_engine_from_inside_a_request_is_an_error_not_a_deadlock(
     engine: KVBoost,
 ) -> None:
@@ -491,8 +507,13 @@ def test_calling_the_engine_from_inside_a_request_is_an_error_not_a_deadlock(
         engine.generate([1, 2], 1)
         return [5]
 
-    with pytest.raises(KVBoostError, match="wait for itself"):
-        engine.generate(words(20), 2, prefix_allowed_tokens_fn=ask)
+    def close(batch: int, ids: torch.Tensor) -> list[int]:
+        engine.close()
+        return [5]
+
+    for call in (ask, close):
+        with pytest.raises(KVBoostError, match="wait for itself"):
+            engine.generate(words(20), 2, prefix_allowed_tokens_fn=call)
     assert engine.generate(words(20), 2).token_ids
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from functools import wraps
@@ -199,6 +200,15 @@ def test_a_model_that_is_refused_is_not_kept(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(UnsupportedModel):
             HFModel(build("mamba", {}), kept_in=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    HFModel(build("llama", {}), kept_in=tmp_path)
     assert not list(tmp_path.iterdir())
 
 

@@ -78,7 +78,10 @@ def test_what_cannot_be_probed_is_said(capsys: pytest.CaptureFixture[str], tmp_p
     wrong.write_text("{}")
     with serving(Engine()) as url:
         assert probe(url, "--after", str(wrong)) == 1
-    assert "was not written by --before" in capsys.readouterr().err
+        assert "was not written by --before" in capsys.readouterr().err
+        wrong.write_text('{"model": "another"}')
+        assert probe(url, "--after", str(wrong)) == 1
+        assert "wrong.json is of model 'another', not " in capsys.readouterr().err
 
 
 def test_a_redirect_to_another_host_is_not_followed() -> None:

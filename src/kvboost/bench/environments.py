@@ -20,7 +20,8 @@ OWN = "own"
 NAMED = {"vllm": "KVBOOST_BENCH_VLLM_PYTHON"}
 """Variables that name a Python which has the peer already."""
 MARKER = "made.json"
-LLAMA = "llama-cpp-python==0.3.36"
+LLAMA_VERSION = "0.3.36"
+LLAMA = f"llama-cpp-python=={LLAMA_VERSION}"
 LLAMA_FLAGS = (
     "-DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF"
     " -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_USE_PREBUILT_UI=OFF"
@@ -46,6 +47,7 @@ class Recipe:
 
     pip: tuple[str, ...]
     build: Callable[[Path], None] | None = None
+    built_from: tuple[str, ...] = ()  # what the build depends on
 
 
 def base() -> Path:
@@ -82,13 +84,17 @@ def make(environment: str) -> Path:
             run([str(_python(folder)), "-m", "pip", *arguments.split()])
         if recipe.build is not None:
             recipe.build(folder)
-        (folder / MARKER).write_text(json.dumps(recipe.pip))
+        (folder / MARKER).write_text(_made_from(recipe))
     return _python(folder)
 
 
 def _is_made(folder: Path, recipe: Recipe) -> bool:
     marker = folder / MARKER
-    return marker.exists() and json.loads(marker.read_text()) == list(recipe.pip)
+    return marker.exists() and marker.read_text() == _made_from(recipe)
+
+
+def _made_from(recipe: Recipe) -> str:
+    return json.dumps([*recipe.pip, *recipe.built_from])
 
 
 def run(command: list[str], **variables: str) -> None:
@@ -129,10 +135,10 @@ def _build_llama(folder: Path) -> None:
     # Its build tools come as wheels, so only the package itself is named.
     only = ["--no-deps", "--no-binary", "llama-cpp-python"]
     run([*pip, "download", *only, "-d", str(sources), LLAMA])
-    (archive,) = sources.glob("*.tar.gz")
+    (archive,) = sources.glob(f"*-{LLAMA_VERSION}.tar.gz")
     with tarfile.open(archive) as packed:
         packed.extractall(sources, filter="data")
-    (unpacked,) = sources.glob("*/vendor/llama.cpp")
+    (unpacked,) = sources.glob(f"*-{LLAMA_VERSION}/vendor/llama.cpp")
     cmake, build = str(tools / "cmake"), str(folder / "build")
     flags = [f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", *LLAMA_FLAGS.split()]
     flags += instruction_flags(frozenset(cpu_field("flags").split()))
@@ -163,6 +169,6 @@ RECIPES = {
             "uninstall -y torchvision torchaudio torchcodec triton",
         )
     ),
-    "llama": Recipe(("install cmake ninja numpy",), _build_llama),
+    "llama": Recipe(("install cmake ninja numpy",), _build_llama, (LLAMA, LLAMA_FLAGS)),
 }
 """What `make` makes, by name."""

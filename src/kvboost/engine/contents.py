@@ -79,6 +79,8 @@ class Contents:
 
     def pin(self, tokens: list[int], *, tenant: str, ttl_s: float | None) -> int:
         """Pin the stored chunks of a text, and return how many there are."""
+        if not tokens:
+            return 0
         return sum(pin(tokens, each, tenant=tenant, ttl_s=ttl_s) for each in self._parts.variants)
 
     def delete(self, tokens: list[int] | None, *, tenant: str) -> Deletion:

@@ -784,6 +784,7 @@ class KVBoost:
             Traceback (most recent call last):
             kvboost.errors.KVBoostError: the engine is closed
         """
+        self._worker.check_caller()
         self._calls.close()
         self._worker.close()
         self._parts.model.release()

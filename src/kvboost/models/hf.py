@@ -71,7 +71,7 @@ class HFModel:
 
         Raises:
             UnsupportedModel: with the reason, if `strict`; else `refusal` holds the reason. The
-                model is left as it was.
+                model's own attention is left as it was.
         """
         model = unwrapped(model)
         self.name = f"{type(model).__name__} ({model.config.model_type})"
@@ -94,16 +94,18 @@ class HFModel:
         self.position_limit: int | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._unpack = prepack(model) if prepacked else None
+        self._is_released = False
         self._may_join = True  # attention may be computed for several sequences at once
         self.joins = False  # whether attention to several runs of rows can be computed separately
         install.in_engines.add(model)
         try:
             self._certify(kept_in)
         except Exception as error:  # a foreign model may raise anything
-            self.release()
             self.refusal = f"{self.name}: {reason_of(error)}"
             if strict:
+                self.release()
                 raise UnsupportedModel(self.refusal) from error
+            self._restore_forward()
             is_foreseen = isinstance(error, UnsupportedModel)
             log.warning("no reuse for %s", self.refusal, exc_info=not is_foreseen)
 
@@ -266,7 +268,16 @@ class HFModel:
         )
 
     def release(self) -> None:
-        """Restore the model as it was."""
+        """Restore the model as it was. Only once: another engine may have it by then."""
+        if self._is_released:
+            return
+        self._is_released = True
+        self._restore_forward()
+        self.adapters.release()
+        self.model.train(self._was_training)
+        install.in_engines.discard(self.model)
+
+    def _restore_forward(self) -> None:
         for hook in self._hooks:
             hook.remove()
         if self._unpack is not None:
@@ -274,9 +285,6 @@ class HFModel:
             self._unpack = None
         if self._native_attention is not None:
             self.model.set_attn_implementation(self._native_attention)
-        self.adapters.release()
-        self.model.train(self._was_training)
-        install.in_engines.discard(self.model)
 
     @torch.no_grad()
     def _certify(self, kept_in: Path | None) -> None:

@@ -59,9 +59,10 @@ class KeptFile:
         text = json.dumps(found).encode()
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-                file.write(self._checksum(text).encode() + b"\n" + text)
-            Path(file.name).replace(self._folder / self._name)
+            with tempfile.TemporaryDirectory(dir=self._folder) as inside:
+                with tempfile.NamedTemporaryFile(dir=inside, delete=False) as file:
+                    file.write(self._checksum(text).encode() + b"\n" + text)
+                Path(file.name).replace(self._folder / self._name)
         except OSError as error:
             log.debug("not kept: %s", error)
 

@@ -90,7 +90,7 @@ def disk_speed(folder: str, rounds: list[Frames]) -> TierSpeed:
     Where `folder` is not there yet, the nearest one above it takes its place.
     """
     budget_bytes = 4 * _size(rounds)
-    wanted = Path(folder)
+    wanted = Path(folder).expanduser()
     try:
         there = next(each for each in (wanted, *wanted.parents) if each.exists())
         free_bytes = shutil.disk_usage(there).free

@@ -110,6 +110,8 @@ class Segment:
     def find(self, keys: Collection[FrameKey], owners: Collection[Owner]) -> dict[Span, FrameKey]:
         """Locations of the frames of some keys and owners, dropped ones included."""
         found: dict[Span, FrameKey] = {}
+        if not self.path.exists():  # somebody deleted it while it was open
+            return found
         for start, piece in self._pieces():
             for at in range(0, len(piece) - HEAD_BYTES, BLOCK_BYTES):
                 if not piece.startswith(MAGIC, at):

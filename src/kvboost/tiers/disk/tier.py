@@ -142,8 +142,10 @@ class DiskTier(OwnTier):
         for segment in list(self._segments.values()):
             with unavailable_on_error():
                 found = segment.find(keys, owners)
+            if not found:
+                continue
             with self._lock, unavailable_on_error():
-                if found and segment.is_read:
+                if segment.is_read:
                     num_in_use += 1
                     continue
                 self._drop([key for key in found.values() if key in segment.keys])
