@@ -63,26 +63,6 @@ def test_as_a_plain_cache_whatever_the_batches(log: list[list[int]], batch: int)
         assert curve.share(size).error == 0
 
 
-def chain(turns: list[int]) -> list[int]:
-    """Names that tell all that is before them."""
-    return [hash(tuple(turns[: end + 1])) % 2**64 for end in range(len(turns))]
-
-
-@settings(deadline=None)
-@given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=30), st.sampled_from(SIZES))
-def test_what_is_found_of_chained_names_is_a_beginning(log: list[list[int]], size: float) -> None:
-    """The shortcut that makes one distance enough: no name is found after one that is not."""
-    cache: OrderedDict[int, None] = OrderedDict()
-    for names in map(chain, log):
-        is_found = [name in cache for name in names]
-        assert is_found == sorted(is_found, reverse=True)
-        for name in reversed(names):
-            cache[name] = None
-            cache.move_to_end(name)
-        while len(cache) > size:
-            cache.popitem(last=False)
-
-
 def conversations(num_requests: int) -> Iterator[list[int]]:
     chance = np.random.default_rng(3)
     talks: dict[int, list[int]] = {}

@@ -241,33 +241,37 @@ def test_a_missing_model_is_wrong_usage(command: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "about"),
     [
-        ["serve", "--model", "m", "--port", "99999"],
-        ["serve", "--model", "m", "--reuse", "some"],
-        ["serve", "--model", "m", "--config", "/no/such/file"],
-        ["doctor", "--model", "m", "--seconds", "0"],
-        ["explain", "x", "--model", "m", "--chunk-size", "0", "--json"],
-        ["analyze", "--replicas", "0"],
-        ["bench", "run", "--model", "m", "--systems", "none"],
-        ["chat", "--model", "m", "--top-p", "1.5"],
-        ["chat", "--model", "m", "--top-k", "0"],
-        ["probe"],
-        ["probe", "http://127.0.0.1:9/v1", "--load", "0"],
-        ["probe", "http://127.0.0.1:9/v1", "--watch", "0"],
-        ["probe", "http://127.0.0.1:9/v1", "--before", "x", "--after", "x"],
-        ["cache"],
-        ["keys", "new"],
-        ["completion", "fish"],
+        (["serve", "--model", "m", "--port", "99999"], "port=99999: expected"),
+        (["serve", "--model", "m", "--reuse", "some"], "reuse='some': expected one of off"),
+        (["serve", "--model", "m", "--config", "/no/such/file"], "config file /no/such/file"),
+        (["doctor", "--model", "m", "--seconds", "0"], "--seconds=0"),
+        (["explain", "x", "--model", "m", "--chunk-size", "0", "--json"], "chunk_size=0: expected"),
+        (["analyze", "--replicas", "0"], "--replicas: expected"),
+        (["bench", "run", "--model", "m", "--systems", "none"], "argument --systems: invalid"),
+        (["chat", "--model", "m", "--top-p", "1.5"], "argument --top-p: '1.5': expected"),
+        (["chat", "--model", "m", "--top-k", "0"], "argument --top-k: '0': expected"),
+        (["probe"], "the following arguments are required: URL"),
+        (["probe", "http://127.0.0.1:9/v1", "--load", "0"], "--load: expected"),
+        (["probe", "http://127.0.0.1:9/v1", "--watch", "0"], "--watch: expected"),
+        (["probe", "http://127.0.0.1:9/v1", "--before", "x", "--after", "x"], "argument --after"),
+        (["cache"], "the following arguments are required: ACTION"),
+        (["keys", "new"], "the following arguments are required: --tenant"),
+        (["completion", "fish"], "argument shell: invalid choice: 'fish'"),
     ],
-    ids=" ".join,
 )
 def test_a_wrong_value_is_wrong_usage(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    about: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x").write_text("a prompt")
     assert code_of(*arguments) == 2
+    assert f"error: {about}" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("command", WITH_MODEL[:-1])

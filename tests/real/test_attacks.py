@@ -35,7 +35,8 @@ def health_s(url: str) -> float:
     host, port = url.removeprefix("http://").split(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=30)
     connection.request("GET", "/health")
-    assert connection.getresponse().read() is not None
+    response = connection.getresponse()
+    assert response.status == 200 and response.read()
     connection.close()
     return time.perf_counter() - started
 

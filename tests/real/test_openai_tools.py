@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import openai
 import pytest
 from openai import OpenAI, pydantic_function_tool
 from pydantic import BaseModel
@@ -90,18 +89,6 @@ def test_a_streamed_call_is_that_of_the_whole_answer(client: OpenAI) -> None:
     assert arguments == whole.function.arguments
     assert choices[-1].finish_reason == "tool_calls"
     assert not any(choice.delta.content for choice in choices)
-
-
-def test_without_a_choice_of_tools_the_answer_is_text(client: OpenAI) -> None:
-    choice = ask(client, tools=[WEATHER], tool_choice="none", max_tokens=8).choices[0]
-    assert choice.message.tool_calls is None
-    assert choice.message.content
-
-
-def test_a_tool_that_is_not_there_is_a_bad_request(client: OpenAI) -> None:
-    named = {"type": "function", "function": {"name": "get_news"}}
-    with pytest.raises(openai.BadRequestError, match="get_news"):
-        ask(client, tools=[WEATHER], tool_choice=named)
 
 
 def test_a_schema_holds_whatever_the_model_likes(client: OpenAI) -> None:

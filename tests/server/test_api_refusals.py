@@ -37,6 +37,8 @@ from kvboost.server.record import RequestRecord
         ({"n": True}, "n"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": ""}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"verbosity": "high"}, "verbosity"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"300": 1}}, "logit_bias"),
         ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),

@@ -1,8 +1,5 @@
-import json
-
 import pytest
 import torch
-from jsonschema import validate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvboost.core import Grammar
@@ -11,17 +8,6 @@ from kvboost.server.tools import ToolCall, ToolReader, knows_tools, prepare
 
 pytestmark = pytest.mark.model
 
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 30},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "email": {"anyOf": [{"type": "string", "format": "email"}, {"type": "null"}]},
-        "hobbies": {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 3},
-    },
-    "required": ["name", "age", "email", "hobbies"],
-    "additionalProperties": False,
-}
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 DAYS = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
 TOOLS = [
@@ -35,10 +21,6 @@ TOOLS = [
     )
 ]
 QUESTION = [{"role": "user", "content": "What is the weather in Oslo now?"}]
-# The gate has forced calls of the larger model in tests/real/test_openai_tools.py.
-LARGER_IN_LONG = pytest.mark.parametrize(
-    "parts", ["smol", pytest.param("coder", marks=pytest.mark.long)], indirect=True, scope="module"
-)
 
 
 @pytest.fixture(scope="module", params=["smol", "coder"])
@@ -69,30 +51,6 @@ def answer(parts: tuple, messages: list, grammar: Grammar | None, **arguments: o
             break
         new = torch.tensor([tokens[-1:]])
     return tokenizer.decode(tokens, skip_special_tokens=True)
-
-
-@LARGER_IN_LONG
-def test_an_answer_fits_its_schema(parts: tuple) -> None:
-    messages = [{"role": "user", "content": "Describe Ada, 36, who likes chess, as JSON."}]
-    validate(json.loads(answer(parts, messages, parts[2].json_schema(PERSON))), PERSON)
-
-
-@LARGER_IN_LONG
-def test_a_required_call_is_a_call(parts: tuple) -> None:
-    ready = prepare(QUESTION, TOOLS, "required", parts[1])
-    text = answer(parts, ready.messages, parts[2].tool_call(TOOLS), **ready.arguments)
-    (call,) = ToolReader().feed(text)
-    assert isinstance(call, ToolCall) and call.name == "get_weather"
-    assert "Oslo" in json.loads(call.arguments)["city"]
-
-
-@LARGER_IN_LONG
-def test_a_named_call_calls_that_function(parts: tuple) -> None:
-    ready = prepare(QUESTION, TOOLS, {"type": "function"}, parts[1])
-    text = answer(parts, ready.messages, parts[2].tool_call(TOOLS, "book_leave"), **ready.arguments)
-    (call,) = ToolReader().feed(text)
-    assert isinstance(call, ToolCall) and call.name == "book_leave"
-    validate(json.loads(call.arguments), DAYS)
 
 
 def test_a_call_of_the_model_s_own_accord_is_read(parts: tuple) -> None:

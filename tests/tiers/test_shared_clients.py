@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import re
 import socket
 import subprocess
 import sys
 import threading
 from dataclasses import fields
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +21,7 @@ from kvboost.config import Options
 from kvboost.errors import ConfigError, TierUnavailable
 from kvboost.tiers.base import Tier
 from kvboost.tiers.mooncake import MooncakeTier
-from kvboost.tiers.redis import RedisTier, _wire
+from kvboost.tiers.redis import RedisTier, _Replies, _wire
 from kvboost.tiers.urls import SCHEMES
 
 
@@ -51,7 +54,7 @@ def test_the_help_of_the_option_has_every_scheme() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "package", "told"),
-    [(RedisTier, "redis", "redis hiredis"), (MooncakeTier, "mooncake", "mooncake")],
+    [(RedisTier, "redis", "redis"), (MooncakeTier, "mooncake", "mooncake")],
 )
 def test_a_missing_client_is_named(
     kind: type[Tier], package: str, told: str, monkeypatch: pytest.MonkeyPatch
@@ -63,7 +66,7 @@ def test_a_missing_client_is_named(
 
 def test_the_clients_are_loaded_only_when_a_tier_is_made() -> None:
     code = "import sys, kvboost.tiers.redis, kvboost.tiers.mooncake;"
-    code += "assert not {'redis', 'hiredis', 'mooncake'} & set(sys.modules)"
+    code += "assert not {'redis', 'mooncake'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -75,6 +78,49 @@ def test_commands_are_written_as_the_protocol_wants(commands: list[list[bytes]])
         for command in commands
     )
     assert b"".join(_wire(map(tuple, commands))) == expected
+
+
+REPLIES = st.recursive(
+    st.none()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.from_regex(rb"[^\r\n]{0,40}", fullmatch=True)  # a line
+    | st.binary(max_size=200).map(bytearray),
+    lambda inner: st.lists(inner, max_size=5),
+    max_leaves=8,
+)
+
+
+def as_sent(reply: object) -> bytes:
+    match reply:
+        case None:
+            return b"$-1\r\n"
+        case int():
+            return b":%d\r\n" % reply
+        case bytes():
+            return b"+%b\r\n" % reply
+        case bytearray():
+            return b"$%d\r\n%b\r\n" % (len(reply), reply)
+        case list():
+            return b"*%d\r\n" % len(reply) + b"".join(map(as_sent, reply))
+    raise TypeError(reply)
+
+
+def depth(reply: object) -> int:
+    return 1 + max(map(depth, reply), default=0) if isinstance(reply, list) else 0
+
+
+@given(
+    st.lists(REPLIES.filter(lambda reply: depth(reply) < 3), min_size=1, max_size=4),
+    st.lists(st.integers(1, 50), min_size=1),
+)
+def test_replies_are_read_however_they_are_cut(replies: list[object], sizes: list[int]) -> None:
+    sent = io.BytesIO(b"".join(map(as_sent, replies)))
+    lengths = itertools.cycle(sizes)
+    sock = Mock()
+    sock.recv_into = lambda buffer: sent.readinto(memoryview(buffer)[: next(lengths)])
+    parser = _Replies(200, 5)
+    parser.on_connect(Mock(_sock=sock))
+    assert [parser.read_response() for _ in replies] == replies
 
 
 def test_after_a_fault_the_connection_is_not_used_again() -> None:

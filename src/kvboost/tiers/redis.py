@@ -1,7 +1,7 @@
 """Valkey or Redis: frames shared by all processes that use the server; pipelined both ways.
 
-The `redis` client connects and hiredis parses the answers. Commands are put together here, because
-the client would copy every frame twice before it is sent.
+The `redis` client connects and logs in. Commands and replies are put together and parsed here: the
+client would copy every frame twice, and believe any length that a server sends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
+from selectors import EVENT_READ, DefaultSelector
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvboost.codecs.frame import OWNER_AT, OWNER_BYTES
@@ -42,7 +44,10 @@ local before = tonumber(redis.call('GET', KEYS[1]) or '0')
 if before < tonumber(ARGV[1]) then redis.call('SET', KEYS[1], ARGV[1]) end
 return before
 """
-_READ_BYTES = 128 << 10
+_READ_BYTES = 64 << 10
+_LONGEST_LINE = 4096
+_MOST_ITEMS = 1 << 16  # of a list: SCAN returns about as many as it is asked for
+_MOST_LISTS = 2  # in one another
 _LEAST_BYTES_PER_S = 1 << 20  # below, a reply is given up
 _JOINED_BYTES = 16 << 10  # a smaller piece is copied to its neighbours: a system call costs more
 
@@ -66,10 +71,8 @@ class RedisTier(Tier):
         self._expiry = () if ttl_s is None else (b"PX", b"%d" % max(1, round(1000 * ttl_s)))
         try:
             from redis import ConnectionPool, exceptions  # noqa: PLC0415
-
-            parser = _bounded_parser(largest_bytes + _IN_FLIGHT_BYTES, timeout_s)
         except ImportError as error:
-            raise ConfigError(missing_packages(self._address, "redis hiredis")) from error
+            raise ConfigError(missing_packages(self._address, "redis")) from error
         self._no_room = exceptions.OutOfMemoryError
         self._refusal = exceptions.ResponseError
         try:
@@ -78,8 +81,7 @@ class RedisTier(Tier):
                 protocol=2,
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
-                socket_read_size=_READ_BYTES,
-                parser_class=parser,
+                parser_class=partial(_Replies, largest_bytes, timeout_s),
             )
         except ValueError:  # its text may hold a part of the password
             raise ConfigError(
@@ -100,7 +102,7 @@ class RedisTier(Tier):
                     num_asked += len(asked)
                     connection.send_packed_command(_wire(asked))
                 answer = self._value(connection)
-                if isinstance(answer, bytes):
+                if isinstance(answer, bytes | bytearray):
                     frames[key] = memoryview(answer)
                     largest_bytes = max(largest_bytes, len(answer))
                 elif answer is not None:
@@ -141,11 +143,12 @@ class RedisTier(Tier):
             with self._connection() as connection:
                 scan = (b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % _KEYS_PER_UNLINK)
                 connection.send_packed_command(_wire([scan]))
-                cursor, names = connection.read_response()
+                cursor, found = connection.read_response()
+                names = [bytes(name) for name in found]
                 first, last = b"%d" % OWNER_AT, b"%d" % (OWNER_AT + OWNER_BYTES - 1)
                 asked = [(b"GETRANGE", name, first, last) for name in names]
                 connection.send_packed_command(_wire(asked))
-                whose = [self._value(connection) for _ in names]
+                whose = [bytes(self._value(connection)) for _ in names]
             gone = [name for name, each in zip(names, whose, strict=True) if each in owners]
             self.discard(PrefixKey(name[len(self._prefix) :]) for name in gone)
             if cursor == b"0":
@@ -245,47 +248,85 @@ def _wire(commands: Iterable[Command]) -> list[bytearray | bytes | memoryview]:
     return [*pieces, joined] if joined else pieces
 
 
-def _bounded_parser(most_bytes: int, timeout_s: float) -> type:
-    """A parser of replies that gives up those that are too large or too slow.
+class _Replies:
+    """Parses a server's replies; none may be longer, deeper or slower than allowed.
 
-    Whatever a server sends, a read is bounded in bytes and time.
+    Stands where the client would put hiredis, which allocates a list as long as the server says.
     """
-    from redis.connection import DefaultParser  # noqa: PLC0415  (an extra)
 
-    most_s = timeout_s + most_bytes / _LEAST_BYTES_PER_S
+    def __init__(self, most_bytes: int, timeout_s: float, **_: Any) -> None:
+        self._most_bytes = most_bytes
+        self._most_s = timeout_s + most_bytes / _LEAST_BYTES_PER_S
+        self._until = 0.0
+        self._sock: Any = None
+        self._unread = bytearray()
 
-    class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]
-        def on_connect(self, connection: Any, **arguments: Any) -> None:
-            super().on_connect(connection, **arguments)
-            sock = connection._sock  # noqa: SLF001  (as the parser does)
-            self._sock: Any = _Metered(sock, most_bytes, most_s)
+    def on_connect(self, connection: Any) -> None:
+        """Begin with an empty buffer."""
+        self._sock, self._unread = connection._sock, bytearray()  # noqa: SLF001  (as hiredis)
 
-        def read_response(self, *arguments: Any, **options: Any) -> Any:
-            if isinstance(self._sock, _Metered):
-                self._sock.begin()
-            return super().read_response(*arguments, **options)
+    def on_disconnect(self) -> None:
+        """What was not read is dropped."""
+        self._sock, self._unread = None, bytearray()
 
-    return BoundedParser
+    def can_read(self, timeout: float = 0) -> bool:
+        """Whether there is anything to read, the end of the connection included."""
+        with DefaultSelector() as selector:
+            selector.register(self._sock, EVENT_READ)
+            return bool(self._unread or selector.select(timeout))
 
+    def read_response(self, *_: Any, **__: Any) -> Any:
+        """The next reply; errors are returned, not raised."""
+        self._until = time.monotonic() + self._most_s
+        return self._reply(_MOST_LISTS)
 
-class _Metered:
-    """A socket whose reads add up."""
+    def _reply(self, num_lists: int) -> Any:
+        line = self._line()
+        kind, said = line[:1], line[1:]
+        if kind == b"+":
+            return said
+        if kind == b"-":
+            from redis.connection import DefaultParser  # noqa: PLC0415  (an extra)
 
-    def __init__(self, sock: Any, most_bytes: int, most_s: float) -> None:
-        self._sock, self._most_bytes, self._most_s = sock, most_bytes, most_s
-        self.begin()
+            parse_error: Callable[[str], Exception] = DefaultParser.parse_error
+            return parse_error(said.decode(errors="replace"))
+        number = int(said)
+        if kind == b":":
+            return number
+        if number == -1 and kind in b"$*":
+            return None
+        if kind == b"$" and 0 <= number <= self._most_bytes:
+            return self._string(number)
+        if kind == b"*" and 0 <= number <= _MOST_ITEMS and num_lists:
+            return [self._reply(num_lists - 1) for _ in range(number)]
+        raise ValueError(f"unexpected reply {line[:40]!r}")
 
-    def begin(self) -> None:
-        """Count from here."""
-        self._num_bytes, self._until = 0, time.monotonic() + self._most_s
+    def _line(self) -> bytes:
+        while (end := self._unread.find(b"\r\n", 0, _LONGEST_LINE)) < 0:
+            if len(self._unread) >= _LONGEST_LINE:
+                raise ValueError(f"unexpected reply {bytes(self._unread[:40])!r}")
+            piece = bytearray(_READ_BYTES)
+            self._unread += memoryview(piece)[: self._read_into(piece)]
+        line = bytes(self._unread[:end])
+        del self._unread[: end + 2]
+        return line
 
-    def recv_into(self, buffer: Any) -> int:
-        """Read, unless that was too much already."""
-        if self._num_bytes > self._most_bytes or time.monotonic() > self._until:
-            raise OverflowError(f"a reply of more than {self._num_bytes} bytes does not end")
+    def _string(self, size_bytes: int) -> bytearray:
+        found = bytearray(size_bytes)
+        held = self._unread[:size_bytes]
+        found[: len(held)] = held
+        del self._unread[:size_bytes]
+        left = memoryview(found)[len(held) :]
+        while left:
+            left = left[self._read_into(left) :]
+        if self._line():
+            raise ValueError("a reply that is longer than it says")
+        return found
+
+    def _read_into(self, buffer: Any) -> int:
+        if time.monotonic() > self._until:
+            raise TimeoutError("a reply does not end")
         num_bytes: int = self._sock.recv_into(buffer)
-        self._num_bytes += num_bytes
+        if not num_bytes:
+            raise ConnectionError("the server closed the connection")
         return num_bytes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sock, name)
