@@ -78,8 +78,10 @@ def carry_out(audit: Audit, parts: Parts, promotion: Iterator[None] | None) -> I
     workload = parts.workload(audit.terms.tenant)
     try:
         yield from promotion or ()
-        is_at_hand = num_at_hand(audit.tokens, parts, audit.terms.tenant) >= _num_needed(audit)
-        if promotion is not None and not (is_at_hand and _has_room(audit, parts)):
+        rest = len(audit.tokens) - 1 - num_at_hand(audit.tokens, parts, audit.terms.tenant)
+        is_at_hand = rest <= STEP_TOKENS
+        has_room = parts.pool.room([]) >= 2 * STEP_TOKENS + len(audit.answer)
+        if promotion is not None and not (is_at_hand and has_room):
             parts.guard.abandon(workload)
             return
         is_exact = parts.options.kv_cache_bits == EXACT_BITS
@@ -91,15 +93,6 @@ def carry_out(audit: Audit, parts: Parts, promotion: Iterator[None] | None) -> I
     log.info("audit: mean KL %.4f, top-1 %.2f", check.mean_kl, check.top1_ratio)
     parts.metrics.add("audits")
     parts.guard.record(workload, audit.terms.ratio, check.mean_kl, check.top1_ratio)
-
-
-def _num_needed(audit: Audit) -> int:
-    """Length of the stored exact prefix that leaves one step to compute."""
-    return len(audit.tokens) - 1 - STEP_TOKENS
-
-
-def _has_room(audit: Audit, parts: Parts) -> bool:
-    return parts.pool.room([]) >= 2 * STEP_TOKENS + len(audit.answer)
 
 
 def _full_logits(

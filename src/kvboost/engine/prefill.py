@@ -108,8 +108,6 @@ class Prefilled:
     started_at: float
     lookup_ms: float
     load_ms: float
-    placed_at: float
-    selected_at: float  # when repair had selected positions
 
     @property
     def num_cached(self) -> int:
@@ -184,12 +182,11 @@ def fill(
     placed = assemble(ReusePlan(len(tokens), copied), tokens, rows, model, store, space, chunks)
     del chunks
     store.forget(placed.lost)
-    placed_at = time.perf_counter()
+    load_ms = 1e3 * (time.perf_counter() - started)
     shared = (m for m in reused.matches if m.span.stop <= rows.num_shared)
     plan = ReusePlan(len(tokens), (*shared, *placed.plan.matches))
     repair = parts.repairs[terms.ratio]
     repaired = repair.select(plan, Probe(model, rows, tokens, plan))
-    selected_at = time.perf_counter()
     pieces = None if decision.is_alone else parts.piece_tokens
     pending = forward(model, rows, tokens, plan.live, repaired, pieces)
     num_computed = len(tokens) - plan.num_reused + len(repaired)
@@ -204,9 +201,7 @@ def fill(
         work=Work.of(len(tokens), num_computed, plan.num_reused),
         started_at=decision.started_at,
         lookup_ms=decision.lookup_ms,
-        load_ms=1e3 * (placed_at - started),
-        placed_at=placed_at,
-        selected_at=selected_at,
+        load_ms=load_ms,
     )
 
 

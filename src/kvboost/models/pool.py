@@ -128,14 +128,6 @@ class BlockPool:
                 raise ValueError("a block was released more often than held")
             self._holders[blocks] -= 1
 
-    def hold_rows(self, rows: Sequence[Run]) -> None:
-        """Count one more holder of the blocks that rows lie in."""
-        self.hold(self.blocks_of(rows))
-
-    def release_rows(self, rows: Sequence[Run]) -> None:
-        """Count one holder less."""
-        self.release(self.blocks_of(rows))
-
     def keep(self, rows: Sequence[Run]) -> None:
         """Count one more stored chunk in the blocks that rows lie in."""
         with self._lock:

@@ -44,7 +44,7 @@ class Rows:
         self.is_private = False
         self.num_shared = self.length = sum(stop - start for start, stop in prefix)
         """`length`: rows that are filled, or lie before one that is."""
-        pool.hold_rows(prefix)
+        pool.hold(pool.blocks_of(prefix))
         self._grow(num_rows - self.length, after)
 
     @property
@@ -82,10 +82,10 @@ class Rows:
 
     def release(self) -> None:
         """Return the rows to the pool; happens by itself when a request is dropped."""
-        blocks, prefix = self._blocks, self._prefix
-        self._blocks, self._prefix = blocks[:0], []
-        self.pool.release(blocks)
-        self.pool.release_rows(prefix)
+        own, prefix = self._blocks, self._prefix
+        self._blocks, self._prefix = own[:0], []
+        self.pool.release(own)
+        self.pool.release(self.pool.blocks_of(prefix))
 
     __del__ = release
 

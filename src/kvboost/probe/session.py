@@ -172,11 +172,10 @@ def _restarted(
         return [Finding("right", "restart", "green", said)]
     try:
         kept = json.loads(Path(after or "").read_text(encoding="utf-8"))
-        model = kept["model"]
-        right = compare(server, texts, kept) if model == server.model else None
+        if kept["model"] != server.model:
+            raise KVBoostError(f"{after} is of model {kept['model']!r}, not {server.model!r}")
+        right = compare(server, texts, kept)
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{after} was not written by --before: {error}") from error
-    if right is None:
-        raise ConfigError(f"{after} is of model {model!r}, not {server.model!r}")
     found = right.findings(has_hits=True)  # a server may start without its cache
     return [*found, _requests(server.budget, right.failures)]

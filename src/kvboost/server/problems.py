@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import concurrent.futures
-import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
+from kvboost.config import hint
 from kvboost.errors import ConfigError, DeadlineExceeded, KVBoostError, QueueFull
 
 MOST_ECHOED = 600  # characters of a message, which may quote the request
@@ -101,7 +101,12 @@ def invalid(errors: Sequence[Mapping[str, Any]], body: type[BaseModel] | None) -
     if first["type"] == "extra_forbidden":
         param = _dotted([*path[: -1 if _is_name(first["loc"][-1]) else None], first["loc"][-1]])
         known = body.model_fields if body is not None and len(first["loc"]) == 2 else ()
-        return Problem(400, _unknown(param, known), param=param, code="unknown_parameter")
+        return Problem(
+            400,
+            f"unknown parameter {param!r}{hint(param, known)}",
+            param=param,
+            code="unknown_parameter",
+        )
     if not path:
         reason = "the body must be a JSON object, sent with Content-Type: application/json"
         return Problem(400, reason, code="invalid_body")
@@ -114,11 +119,6 @@ def invalid(errors: Sequence[Mapping[str, Any]], body: type[BaseModel] | None) -
 def _is_name(each: str | int) -> bool:
     """Whether it names a field, rather than a tag of a union's member."""
     return isinstance(each, int) or (each != "str" and re.fullmatch("[a-z_0-9]+", each) is not None)
-
-
-def _unknown(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"unknown parameter {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def _dotted(path: Sequence[str | int]) -> str:

@@ -28,12 +28,7 @@ METRICS = {"ttft": "first token", "total": "whole answer"}
 STAGES = ("tokenize", "wait", "lookup", "load", "select", "forward", "decode")
 
 # The page's style sheet gives each family its colour; the accent is ours alone.
-_FAMILIES = {
-    "transformers": "transformers",
-    "kvboost-public": "public",
-    "vllm": "vllm",
-    "llama": "llama",
-}
+_FAMILIES = ("transformers", "kvboost-public", "vllm", "llama")
 _RUN: Line = dict.fromkeys(("model", "dtype", "commit", "date"), "?") | {
     "seed": 0,
     "rounds": 0,
@@ -161,7 +156,8 @@ def family(system: str) -> str:
     """Return the style class of a system: ``ours``, or the family of a peer."""
     if system in OURS:
         return "ours"
-    return next((css for start, css in _FAMILIES.items() if system.startswith(start)), "other")
+    start = next((each for each in _FAMILIES if system.startswith(each)), "other")
+    return start.removeprefix("kvboost-")
 
 
 def place(name: str, order: Iterable[str]) -> tuple[int, str]:
