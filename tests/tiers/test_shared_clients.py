@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import re
@@ -9,6 +10,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from unittest.mock import Mock
 
@@ -118,9 +121,28 @@ def test_replies_are_read_however_they_are_cut(replies: list[object], sizes: lis
     lengths = itertools.cycle(sizes)
     sock = Mock()
     sock.recv_into = lambda buffer: sent.readinto(memoryview(buffer)[: next(lengths)])
-    parser = _Replies(200, 5)
+    parser = _Replies(200, 5, lambda _: None)
     parser.on_connect(Mock(_sock=sock))
     assert [parser.read_response() for _ in replies] == replies
+
+
+@contextmanager
+def answering(reply: bytes) -> Iterator[str]:
+    """A server that answers the first command after the greeting with `reply`."""
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            while question := connection.recv(1 << 16):
+                greetings = question.count(b"SETINFO")
+                connection.sendall(b"+OK\r\n" * greetings or reply)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
+        gc.collect()  # ends the connection of a tier that was dropped
+        thread.join(5)
 
 
 def test_after_a_fault_the_connection_is_not_used_again() -> None:
@@ -146,3 +168,30 @@ def test_after_a_fault_the_connection_is_not_used_again() -> None:
         assert tier.get([third]) == {third: b"right"}
         tier.close()
         thread.join()
+
+
+@pytest.mark.parametrize("reply", [b"-LOADING dataset\r\n", b"-NOAUTH first\r\n", b"+OK\r\n"])
+def test_a_deletion_without_an_answer_is_not_done(reply: bytes) -> None:
+    with answering(reply) as url, pytest.raises(TierUnavailable):
+        RedisTier(url, 5).erase([*random_frames(1, 0)], [])
+
+
+def test_a_value_larger_than_any_frame_of_ours_is_a_miss() -> None:
+    key, *_ = random_frames(1, 0)
+    with answering(b"$2000000\r\n") as url:
+        assert RedisTier(url, 5, largest_bytes=10**6).get([key]) == {}
+
+
+def test_a_large_value_tells_that_it_is_coming() -> None:
+    key, *_ = random_frames(1, 0)
+    with answering(b"$300000\r\n" + bytes(300_000) + b"\r\n") as url:
+        tier = RedisTier(url, 5)
+        assert tier.get([key])[key].nbytes == 300_000
+        assert tier.bytes_read > 100_000
+
+
+def test_large_frames_are_sent_in_parts() -> None:
+    frame = memoryview(bytes(range(250)) * 4000)
+    pieces = _wire([(b"SET", b"key", frame)])
+    assert max(memoryview(piece).nbytes for piece in pieces) <= 256 << 10
+    assert b"".join(pieces).endswith(bytes(frame) + b"\r\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 
 from fakes import GEOMETRY, FakeSlots, FaultyDisk, FaultyTier, store_of
 from kvboost.codecs.frame import Head
-from kvboost.core import FrameKey, PrefixKey
+from kvboost.core import FrameKey, Owner, PrefixKey
 from kvboost.errors import TierUnavailable
 from kvboost.metrics import Metrics
 from kvboost.reuse.chunks import split
@@ -23,6 +23,7 @@ from kvboost.tiers import guarded
 from kvboost.tiers import store as store_module
 from kvboost.tiers.base import StoredChunk, Tier
 from kvboost.tiers.behind import FIRST_PAUSE_S, WriteBehind
+from kvboost.tiers.epochs import Erasure
 from kvboost.tiers.guarded import PROBE
 from kvboost.tiers.stack import Opener
 from kvboost.tiers.store import ChunkStore
@@ -452,6 +453,9 @@ class Nowhere:
     def left(self, keys: Sequence[FrameKey]) -> None:
         pass
 
+    def erased(self, erasure: Erasure) -> None:
+        pass
+
 
 def write(behind: WriteBehind, name: bytes) -> None:
     behind.put(PrefixKey(name))
@@ -488,3 +492,75 @@ def test_what_a_full_tier_refuses_is_counted_as_dropped() -> None:
     write(behind, b"refused")
     assert (behind.num_written, behind.num_dropped) == (0, 1)
     assert behind.close(5)
+
+
+def test_a_chunk_that_cannot_be_read_costs_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = FaultyTier()
+    with opened(shared) as store:
+        take, failures = store.tiers.take, [MemoryError("no memory for a frame")]
+
+        def fails_once(key: FrameKey) -> memoryview | None:
+            if failures:
+                raise failures.pop()
+            return take(key)
+
+        monkeypatch.setattr(store.tiers, "take", fails_once)
+        keep(store, list(range(80)))
+        assert store.tiers.flush(5)
+        stats = store.tiers.stats()["faulty-0"]
+        assert (stats["written"], stats["dropped"], stats["faults"]) == (9, 1, 0)
+        assert store.tiers.memory._holds == {}
+
+
+@pytest.mark.parametrize("is_erased_first", [True, False])
+def test_what_is_deleted_while_it_is_loaded_stays_deleted(
+    monkeypatch: pytest.MonkeyPatch, *, is_erased_first: bool
+) -> None:
+    shared = FaultyTier()
+    with opened(shared) as writer:
+        keys = keep(writer, list(range(80)))
+        assert writer.tiers.flush(5)
+    is_reading, goes_on, goes_on_erasing = (threading.Event() for _ in range(3))
+    with opened(shared) as store:
+        load, erase = store.tiers.medium.from_frame, shared.erase
+
+        def from_frame(frame: memoryview) -> StoredChunk:
+            is_reading.set()
+            assert goes_on.wait(5)
+            return load(frame)
+
+        def erased(keys: Collection[FrameKey], owners: Collection[Owner]) -> None:
+            assert goes_on_erasing.wait(5)
+            erase(keys, owners)
+
+        monkeypatch.setattr(store.tiers.medium, "from_frame", from_frame)
+        monkeypatch.setattr(shared, "erase", erased)
+        loading = threading.Thread(target=store.prefetch, args=(keys, store.tiers.patience()))
+        if is_erased_first:  # memory, but not the tier
+            store.delete(keys)
+        loading.start()
+        assert is_reading.wait(5)
+        if not is_erased_first:
+            store.delete(keys)
+        goes_on.set()
+        loading.join(5)
+        goes_on_erasing.set()
+        assert store.tiers.not_erased(5) == []
+        store.settle()
+        assert not any(store.tiers.memory.holds(key) for key in keys)
+        assert not any(store.index.get(key) for key in keys)
+        assert shared.num_chunks == 0
+
+
+def test_what_was_stored_after_a_deletion_elsewhere_is_erased_once_that_is_known() -> None:
+    shared, tokens = FaultyTier(), list(range(80))
+    with opened(shared) as deleting, opened(shared) as storing:
+        before = namespace(b"model", "alice", None)
+        deleting.delete_all("alice", deleting.tiers.patience())
+        assert deleting.tiers.not_erased(5) == []
+        chunks = split(tokens, SIZE)
+        commit(FakeSlots(80), chunks, derive(chunks, before), before, storing)
+        assert storing.tiers.flush(5) and shared.num_chunks == 10
+        storing.refresh("alice", storing.tiers.patience())
+        assert storing.epochs.of("alice") == 1
+        assert storing.tiers.not_erased(5) == [] and shared.num_chunks == 0

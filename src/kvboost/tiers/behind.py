@@ -34,6 +34,9 @@ class Source(Protocol):
     def left(self, keys: Sequence[FrameKey]) -> None:
         """Keys were evicted from the tier."""
 
+    def erased(self, erasure: Erasure) -> None:
+        """The tier has erased all of it."""
+
 
 @dataclass(frozen=True)
 class _Job:
@@ -164,6 +167,7 @@ class WriteBehind:
                 self._erase_pause_s = min(2 * self._erase_pause_s, LONGEST_PAUSE_S)
                 return
             self._erase_pause_s = FIRST_PAUSE_S
+            self._source.erased(erasure)
             with self._changed:
                 self._owed.remove(erasure)
                 self._raised.discard(erasure)
@@ -211,6 +215,14 @@ class WriteBehind:
             for key in keys:
                 self._source.written(key)
 
+    def _frame(self, job: _Job) -> memoryview | None:
+        try:
+            return self._source.take(job.key)
+        except Exception as error:  # out of memory, on a device perhaps
+            log.warning("cache tier %s: a chunk is not written: %s", self._name, error)
+            self.drop(job.is_chunk)
+            return None
+
     def _collect(self) -> tuple[bool, list[_Job], dict[FrameKey, memoryview]]:
         """Whether to discard, the jobs, and the frames of those that are to be written."""
         frames: dict[FrameKey, memoryview] = {}
@@ -223,7 +235,7 @@ class WriteBehind:
             is_discard = job.is_discard
             self._jobs.popleft()
             jobs.append(job)
-            frame = None if is_discard else self._source.take(job.key)
+            frame = None if is_discard else self._frame(job)
             if frame is not None:
                 frames[job.key] = frame
                 size_bytes += frame.nbytes

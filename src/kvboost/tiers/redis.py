@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from selectors import EVENT_READ, DefaultSelector
@@ -45,6 +45,7 @@ if before < tonumber(ARGV[1]) then redis.call('SET', KEYS[1], ARGV[1]) end
 return before
 """
 _READ_BYTES = 64 << 10
+_SENT_BYTES = 256 << 10
 _LONGEST_LINE = 4096
 _MOST_ITEMS = 1 << 16  # of a list: SCAN returns about as many as it is asked for
 _MOST_LISTS = 2  # in one another
@@ -81,7 +82,7 @@ class RedisTier(Tier):
                 protocol=2,
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
-                parser_class=partial(_Replies, largest_bytes, timeout_s),
+                parser_class=partial(_Replies, largest_bytes, timeout_s, self._came),
             )
         except ValueError:  # its text may hold a part of the password
             raise ConfigError(
@@ -95,7 +96,7 @@ class RedisTier(Tier):
         questions = ((name, self._prefix + key, *self._expiry) for key in keys)
         frames: dict[FrameKey, memoryview] = {}
         num_asked, num_ahead, largest_bytes = 0, 2, 1
-        with self._connection() as connection:
+        with suppress(_TooLarge), self._connection() as connection:
             for num_answered, key in enumerate(keys):
                 if num_asked - num_answered <= num_ahead // 2:
                     asked = list(islice(questions, num_answered + num_ahead - num_asked))
@@ -130,7 +131,8 @@ class RedisTier(Tier):
         while some := list(islice(names, _KEYS_PER_UNLINK)):
             with self._connection() as connection:
                 connection.send_packed_command(_wire([(b"UNLINK", *some)]))
-                connection.read_response()
+                if not isinstance(answer := connection.read_response(), int):
+                    raise TypeError(f"expected a number from Redis, got {type(answer)}")
 
     def erase(self, keys: Collection[FrameKey], owners: Collection[Owner]) -> None:
         """Look at the owner of every frame that the server has."""
@@ -175,6 +177,9 @@ class RedisTier(Tier):
         """Calls that are under way fail."""
         self._pool.disconnect()
 
+    def _came(self, num_bytes: int) -> None:
+        self.bytes_read += num_bytes
+
     def _value(self, connection: Any) -> Any:
         try:
             return connection.read_response()
@@ -206,7 +211,7 @@ class RedisTier(Tier):
         except BaseException as error:
             if connection is not None:
                 connection.disconnect()
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and not isinstance(error, _TooLarge):
                 reason = f"{type(error).__name__}: {error}"
                 raise TierUnavailable(f"{self._address}: {reason}") from error
             raise
@@ -239,13 +244,19 @@ def _wire(commands: Iterable[Command]) -> list[bytearray | bytes | memoryview]:
         for argument in command:
             size_bytes = memoryview(argument).nbytes
             joined += b"$%d\r\n" % size_bytes
-            if size_bytes > _JOINED_BYTES:
-                pieces += (joined, argument)
+            if size_bytes > _JOINED_BYTES:  # in parts: the time limit of a call is for one
+                parts = range(0, size_bytes, _SENT_BYTES)
+                view = memoryview(argument).cast("B")
+                pieces += (joined, *(view[start : start + _SENT_BYTES] for start in parts))
                 joined = bytearray()
             else:
                 joined += argument
             joined += b"\r\n"
     return [*pieces, joined] if joined else pieces
+
+
+class _TooLarge(TierUnavailable):
+    """A value that is no frame of ours, but of a process with larger chunks: a miss."""
 
 
 class _Replies:
@@ -254,8 +265,11 @@ class _Replies:
     Stands where the client would put hiredis, which allocates a list as long as the server says.
     """
 
-    def __init__(self, most_bytes: int, timeout_s: float, **_: Any) -> None:
-        self._most_bytes = most_bytes
+    def __init__(
+        self, most_bytes: int, timeout_s: float, came: Callable[[int], None], **_: Any
+    ) -> None:
+        """`came` is told of bytes of large values as they arrive."""
+        self._most_bytes, self._came = most_bytes, came
         self._most_s = timeout_s + most_bytes / _LEAST_BYTES_PER_S
         self._until = 0.0
         self._sock: Any = None
@@ -276,7 +290,7 @@ class _Replies:
             return bool(self._unread or selector.select(timeout))
 
     def read_response(self, *_: Any, **__: Any) -> Any:
-        """The next reply; errors are returned, not raised."""
+        """The next reply; errors are returned, but for those that end the connection."""
         self._until = time.monotonic() + self._most_s
         return self._reply(_MOST_LISTS)
 
@@ -286,16 +300,22 @@ class _Replies:
         if kind == b"+":
             return said
         if kind == b"-":
-            from redis.connection import DefaultParser  # noqa: PLC0415  (an extra)
+            from redis import exceptions  # noqa: PLC0415  (an extra)
+            from redis.connection import DefaultParser  # noqa: PLC0415
 
             parse_error: Callable[[str], Exception] = DefaultParser.parse_error
-            return parse_error(said.decode(errors="replace"))
+            error = parse_error(said.decode(errors="replace"))
+            if isinstance(error, exceptions.ConnectionError):  # as the client's own parsers do
+                raise error
+            return error
         number = int(said)
         if kind == b":":
             return number
         if number == -1 and kind in b"$*":
             return None
-        if kind == b"$" and 0 <= number <= self._most_bytes:
+        if kind == b"$" and number > self._most_bytes:
+            raise _TooLarge(f"a value of {number} bytes")
+        if kind == b"$" and number >= 0:
             return self._string(number)
         if kind == b"*" and 0 <= number <= _MOST_ITEMS and num_lists:
             return [self._reply(num_lists - 1) for _ in range(number)]
@@ -318,7 +338,9 @@ class _Replies:
         del self._unread[:size_bytes]
         left = memoryview(found)[len(held) :]
         while left:
-            left = left[self._read_into(left) :]
+            num_bytes = self._read_into(left)
+            self._came(num_bytes)
+            left = left[num_bytes:]
         if self._line():
             raise ValueError("a reply that is longer than it says")
         return found

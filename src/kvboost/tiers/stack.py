@@ -62,6 +62,7 @@ class TierStack:
         self._lock = threading.Lock()
         self._notes: dict[FrameKey, memoryview] = {}
         self._gone: list[FrameKey] = []
+        self._erasing, self._num_erasures = threading.Lock(), 0
 
     def add_below(self, opener: Opener, opened: Callable[[Tier], Iterator[None]]) -> None:
         """Add a tier at the bottom, and wait a while until its contents are indexed.
@@ -199,13 +200,14 @@ class TierStack:
     def erase(self, erasure: Erasure, *, is_told: bool = False) -> None:
         """Erase frames from memory now, and from the tiers below soon.
 
-        `is_told` says that another process has them erased from the shared tiers.
+        `is_told` says that another process has them erased from the shared tiers, but for those
+        that this one has stored since.
         """
         self.memory.unpin(erasure.keys)
-        self.memory.discard(erasure.keys)
+        self._discard_now(erasure)
         for guarded in self._below:
-            if guarded.is_own or not is_told:
-                guarded.behind.erase(erasure)
+            is_whole = guarded.is_own or not is_told
+            guarded.behind.erase(erasure if is_whole else Erasure(erasure.keys))
 
     def epoch(self, key: FrameKey, patience: Patience) -> int | None:
         """The epoch in the shared tier; None if that does not answer."""
@@ -290,6 +292,7 @@ class TierStack:
         """One batch of a tier at a time: its frames are beyond the budget until they are copied."""
         if not guarded.loading.acquire(timeout=min(patience.left_s, threading.TIMEOUT_MAX)):
             return {}
+        num_erasures = self._num_erasures
         try:
             frames = guarded.get(keys, patience, check)
             guarded.count(len(keys), len(frames))
@@ -299,11 +302,14 @@ class TierStack:
                 with self.medium.loading():
                     chunks |= islice(copied, LOADED_TOGETHER)
             self._metrics.add("loaded_chunks", len(chunks))
-            # The last one first, so that it is the first to leave.
-            for key, chunk in reversed(chunks.items()):
-                self._note_gone(self.memory.admit({key: chunk}))
-                if held is not None and self.memory.hold(key):
-                    held.append(key)
+            with self._erasing:
+                if num_erasures != self._num_erasures:  # what was read may have been deleted
+                    return {}
+                # The last one first, so that it is the first to leave.
+                for key, chunk in reversed(chunks.items()):
+                    self._note_gone(self.memory.admit({key: chunk}))
+                    if held is not None and self.memory.hold(key):
+                        held.append(key)
             return chunks
         finally:
             guarded.loading.release()
@@ -346,6 +352,17 @@ class TierStack:
     def left(self, keys: Sequence[FrameKey]) -> None:
         """Keys were evicted from a tier."""
         self._note_gone(keys)
+
+    def erased(self, erasure: Erasure) -> None:
+        """Forget in memory what was loaded before a tier had erased it."""
+        self._note_gone(filter(self.memory.holds, erasure.keys))
+        self._discard_now(erasure)
+
+    def _discard_now(self, erasure: Erasure) -> None:
+        """Also what is being loaded at this moment."""
+        with self._erasing:
+            self._num_erasures += 1
+            self.memory.discard(erasure.keys)
 
     def _shared(self) -> GuardedTier | None:
         """The first shared tier, if it works."""
