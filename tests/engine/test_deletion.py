@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +14,18 @@ import pytest
 import redis
 
 from batching import WAIT_S, greedy
-from fakes import FakeSlots, FaultyDisk, FaultyTier, WordTokenizer, store_of, words
+from fakes import GEOMETRY, FakeSlots, FaultyDisk, FaultyTier, WordTokenizer, store_of, words
 from kvboost import KVBoost
-from kvboost.core import MatchKind
+from kvboost.codecs.frame import write
+from kvboost.codecs.raw import RawCodec
+from kvboost.core import Entry, FrameKey, MatchKind, Namespace, PrefixKey, Provenance, Span
 from kvboost.errors import TierUnavailable
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
 from kvboost.reuse.store import commit
 from kvboost.tiers import stack, urls
+from kvboost.tiers.disk import segment
+from kvboost.tiers.disk.tier import DiskTier
 from kvboost.tiers.epochs import epoch_key, owner
 from servers import Server, redis_server
 from tiny_models import SUPPORTED, build
@@ -308,3 +314,57 @@ def test_namespaces_are_forgotten_with_their_last_chunk() -> None:
             store.index.remove(key.prefix)
     assert store.index.spaces() == []
     assert not store.index._known_spaces
+
+
+def frame_of(tenant: str, num_tokens: int, seed: int) -> tuple[FrameKey, memoryview]:
+    tokens = np.asarray(words(num_tokens, seed), "<u4").tobytes()
+    key = PrefixKey(sha256(b"%d" % seed).digest())
+    space = Namespace(owner(tenant, 0) + bytes(16))
+    entry = Entry(tokens, Provenance.EXACT, key, None, None, 0, space)
+    slots = FakeSlots(num_tokens, seed)
+    return key, write(entry, slots.read(Span(0, num_tokens)), RawCodec(GEOMETRY))
+
+
+def test_a_disk_forgets_what_later_frames_have_left_of_earlier_ones(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 1 << 20)
+    sizes = [random.Random(seed).choice([128, 128, 128, 40, 77]) for seed in range(60)]
+    secrets = [frame_of("alice", size, seed) for seed, size in enumerate(sizes)]
+    sizes = [random.Random(seed).choice([128, 20, 33, 61]) for seed in range(25)]
+    later = [frame_of("bob", size, 1000 + seed) for seed, size in enumerate(sizes)]
+    for key, frame in [*secrets, *later]:
+        tier.put({key: frame})
+    kept = [key for key, _ in later if tier.holds(key)]
+    tier.erase([], [owner("alice", 0)])
+    stored = b"".join(path.read_bytes() for path in tmp_path.glob("segment-*"))
+    for _, frame in secrets:
+        pieces = [bytes(frame[at : at + 64]) for at in range(256, frame.nbytes - 64, 64)]
+        assert not [piece for piece in pieces if piece.strip(b"\0") and piece in stored]
+    assert len(kept) > 10
+    assert all(tier.get([key])[key] == dict(later)[key] for key in kept)
+    tier.close()
+
+
+def test_frames_are_read_while_others_are_erased(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier(tmp_path, 1 << 20)
+    frames = dict(frame_of(name, 40, seed) for seed, name in enumerate(["alice", "bob"]))
+    tier.put(frames)
+    is_syncing, goes_on = threading.Event(), threading.Event()
+
+    def slow(file: int) -> None:
+        is_syncing.set()
+        assert goes_on.wait(WAIT_S)
+
+    monkeypatch.setattr(segment.os, "fsync", slow)
+    erasing = threading.Thread(target=tier.erase, args=([], [owner("alice", 0)]))
+    erasing.start()
+    assert is_syncing.wait(WAIT_S)
+    found: list[int] = []
+    reading = threading.Thread(target=lambda: found.extend(map(len, [tier.get([*frames])])))
+    reading.start()
+    reading.join(5)
+    assert found == [1]
+    goes_on.set()
+    erasing.join(WAIT_S)
+    tier.close()

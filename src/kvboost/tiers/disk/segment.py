@@ -7,7 +7,7 @@ import errno
 import mmap
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -16,14 +16,13 @@ from weakref import finalize, ref
 import numpy as np
 import numpy.typing as npt
 
-from kvboost.codecs.frame import HEAD_BYTES, KEY_AT, MAGIC, owner_of, size_of
-from kvboost.core import FrameKey, Owner, PrefixKey, Span
+from kvboost.codecs.frame import HEAD_BYTES, owner_of
+from kvboost.core import FrameKey, Owner, Span
 from kvboost.madvise import POPULATE_READ, libc, madvise
-from kvboost.tiers.disk.log import open_own
+from kvboost.tiers.disk.log import Location, open_own
 
 BLOCK_BYTES = mmap.ALLOCATIONGRANULARITY  # frames start where they can be mapped
 MOST_OPEN = 64  # files of one folder
-SCAN_BYTES = 4 << 20
 SLICE_BYTES = 1 << 20  # read at once, so that waiting requests see that a slow disk delivers
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _UNREADABLE = {errno.EFAULT, getattr(errno, "EHWPOISON", 133)}
@@ -107,33 +106,36 @@ class Segment:
             num_written = os.pwrite(file, data, offset)
             data, offset = data[num_written:], offset + num_written
 
-    def find(self, keys: Collection[FrameKey], owners: Collection[Owner]) -> dict[Span, FrameKey]:
-        """Locations of the frames of some keys and owners, dropped ones included."""
-        found: dict[Span, FrameKey] = {}
-        if not self.path.exists():  # somebody deleted it while it was open
-            return found
-        for start, piece in self._pieces():
-            for at in range(0, len(piece) - HEAD_BYTES, BLOCK_BYTES):
-                if not piece.startswith(MAGIC, at):
-                    continue
-                head = memoryview(piece)[at : at + HEAD_BYTES]
-                key = PrefixKey(bytes(head[KEY_AT : KEY_AT + 32]))
-                if key in keys or owner_of(head) in owners:
-                    stop = min(start + at + size_of(head), self.size_bytes)
-                    found[Span(start + at, stop)] = key
-        return found
-
-    def _pieces(self) -> Iterator[tuple[int, bytes]]:
+    def owned_by(
+        self, owners: Collection[Owner], locations: Mapping[FrameKey, Location]
+    ) -> list[FrameKey]:
+        """The keys of the frames that belong to some owners."""
         with FileIO(self.path, opener=open_own) as file:  # not ours, which others use and close
-            for start in range(0, self.size_bytes, SCAN_BYTES):
-                yield start, os.pread(file.fileno(), SCAN_BYTES, start)
+            heads = {
+                key: os.pread(file.fileno(), HEAD_BYTES, location.offset)
+                for key, location in locations.items()
+            }
+        return [key for key, head in heads.items() if owner_of(memoryview(head)) in owners]
+
+    def leftovers(self, live: Iterable[Location]) -> list[Span]:
+        """Parts outside of live frames in which there is anything."""
+        found, end = [], 0
+        places = sorted((each.offset, each.offset + each.num_bytes) for each in live)
+        with FileIO(self.path, opener=open_own) as file:
+            for start, stop in [*places, (self.size_bytes, self.size_bytes)]:
+                for offset in range(end, start, SLICE_BYTES):
+                    piece = os.pread(file.fileno(), min(SLICE_BYTES, start - offset), offset)
+                    if piece.count(0) < len(piece):
+                        found.append(Span(offset, offset + len(piece)))
+                end = stop
+        return found
 
     def wipe(self, spans: Iterable[Span]) -> None:
         """Overwrite parts of the file with zeros, for good."""
-        for span in spans:
-            for offset in range(span.start, span.stop, SLICE_BYTES):
-                self.write(offset, memoryview(bytes(min(SLICE_BYTES, span.stop - offset))))
-        os.fsync(self.files[self.path].fileno())
+        with FileIO(self.path, "r+", opener=open_own) as file:
+            for span in spans:
+                os.pwrite(file.fileno(), bytes(len(span)), span.start)
+            os.fsync(file.fileno())
 
 
 def _map(file: int, num_bytes: int) -> npt.NDArray[np.uint8]:

@@ -6,7 +6,7 @@ import errno
 import logging
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from kvboost.codecs.frame import MAX_HEAD_BYTES, FrameError, Head, check, read
@@ -130,30 +130,34 @@ class DiskTier(OwnTier):
             self._drop([key for key in keys if key in self._locations])
 
     def erase(self, keys: Collection[FrameKey], owners: Collection[Owner]) -> None:
-        """Forget frames and overwrite their bytes, those of dropped copies included.
+        """Forget frames, and overwrite all that is left of dropped ones, whoever owned them.
 
-        Only the writing thread calls this, so that nothing is written while it looks.
+        Only the writing thread calls this, so that nothing is written while it looks. Readers wait
+        for none of it.
 
         Raises:
             TierUnavailable: somebody reads from a file; what lies in others is erased.
         """
         self.discard(keys)
-        num_in_use = 0
+        in_use = 0
         for segment in list(self._segments.values()):
-            with unavailable_on_error():
-                found = segment.find(keys, owners)
-            if not found:
-                continue
-            with self._lock, unavailable_on_error():
-                if segment.is_read:
-                    num_in_use += 1
-                    continue
-                self._drop([key for key in found.values() if key in segment.keys])
-                segment.wipe(found)
+            with unavailable_on_error(), suppress(FileNotFoundError):  # deleted by somebody
+                with self._lock:
+                    live = {key: self._locations[key] for key in segment.keys}
+                theirs = segment.owned_by(owners, live) if owners else []
+                self.discard(theirs)
+                with self._lock:
+                    live = {key: self._locations[key] for key in segment.keys}
+                    is_read = segment.is_read
+                leftovers = segment.leftovers(live.values())
+                if leftovers and is_read:
+                    in_use += 1
+                elif leftovers:
+                    segment.wipe(leftovers)
         with unavailable_on_error():
             self._log.sync()
-        if num_in_use:
-            raise TierUnavailable(f"{self._folder}: {num_in_use} segments are being read")
+        if in_use:
+            raise TierUnavailable(f"{self._folder}: {in_use} segments are being read")
 
     def epoch(self, key: FrameKey) -> int:
         """The epoch in the log."""
