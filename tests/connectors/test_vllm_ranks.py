@@ -261,3 +261,15 @@ def test_a_rank_that_cannot_move_text_speaks_for_all() -> None:
     side = scheduler_side()
     side.learn([facts(), facts("its blocks are of another kind")])
     assert admit(side, FakeRequest("r", PROMPT)) == (len(PREFIX), True)
+
+
+def test_a_chain_that_leads_back_to_itself_ends() -> None:
+    first, second, *others = changes_of(words(200, seed=9))
+    assert first.entry is not None
+    forged = replace(first, entry=replace(first.entry, parent=second.key))
+    found = []
+    for start in (first, forged):
+        side, changes = scheduler_side(), (start, second, *others)
+        side.learn([Facts(MODEL, "", "", must_prefetch=False, changes=changes)] * 2)
+        found.append(admit(side, FakeRequest("r", [*words(40, seed=77), *words(200, seed=9)])))
+    assert found[0] == found[1] and found[0][1]

@@ -22,6 +22,7 @@ from fakes import words
 from kvboost.config import Options
 from kvboost.connectors.vllm.messages import Save
 from kvboost.reuse.lookup import LEAST_TOKENS
+from kvboost.tiers.epochs import epoch_key
 
 
 def test_a_prompt_is_saved_once_and_with_its_last_piece() -> None:
@@ -121,3 +122,12 @@ def test_rows_that_were_approximate_once_stay_so_for_a_request() -> None:
     request.num_computed_tokens = MOVED_STOP
     side.finish(request)
     assert all_saves(side)[0].tokens == moved_prompt()[:MOVED_AT]
+
+
+def test_a_save_names_the_epoch_in_which_its_rows_were_computed() -> None:
+    side, request = admitted(scheduler_side(), words(100), cache_salt="b")
+    side._choice.epochs.learn(epoch_key("b"), 1)
+    request.answer([7, 8, 9])
+    side.finish(request)
+    (save,) = all_saves(side)
+    assert (save.tenant, save.epoch) == ("b", 0)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,8 @@ from kvboost.connectors.vllm.messages import Change, Prefetch, Report, Save, Ste
 from kvboost.connectors.vllm.scheduler_side import SchedulerSide
 from kvboost.connectors.vllm.worker_side import WorkerSide
 from kvboost.core import FrameKey, ReusePlan, Span
+from kvboost.reuse.store import commit
+from kvboost.tiers.epochs import epoch_key
 from kvboost.tiers.stack import Opener
 from kvboost.tiers.store import ChunkStore
 from waiting import wait_until
@@ -83,6 +86,27 @@ def test_a_save_amid_a_request_is_not_told(worker: WorkerSide) -> None:
     fill(worker, HOME, 100)
     work = StepWork(saves=[Save("r", PROMPT, "", HOME, is_last=False)])
     assert do(worker, work) == (set(), set())
+    assert len(worker._store.index) == 4
+
+
+def test_rows_from_before_a_deletion_are_not_stored(
+    worker: WorkerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(worker, HOME, 100)
+    save = Save("r", PROMPT, "b", HOME, is_last=False)
+    learn = partial(worker._store.epochs.learn, epoch_key("b"))
+
+    def commit_late(*arguments: object) -> None:
+        commit(*arguments)
+        assert len(worker._store.index) == 4
+        learn(1)
+
+    monkeypatch.setattr(worker_module, "commit", commit_late)
+    do(worker, StepWork(saves=[save]))
+    assert len(worker._store.index) == 0
+    do(worker, StepWork(saves=[save]))
+    assert len(worker._store.index) == 0
+    do(worker, StepWork(saves=[replace(save, epoch=1)]))
     assert len(worker._store.index) == 4
 
 

@@ -144,7 +144,9 @@ class Choice:
             chain, entry = [], self._index.get(match.key)
             while entry is not None and entry.key not in found:
                 chain.append(entry)
-                entry = self._index.before(entry)
+                before = self._index.before(entry)
+                is_next = before is not None and before.home + before.num_tokens == entry.home
+                entry = before if is_next else None
             if entry is not None or (chain and chain[-1].home == 0):
                 found |= {each.key: (each.parent, each.tokens) for each in reversed(chain)}
         return found

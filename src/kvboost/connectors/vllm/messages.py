@@ -71,6 +71,7 @@ class Save:
     tenant: str
     block_ids: Sequence[int]
     is_last: bool  # the request has ended; its blocks are kept for this
+    epoch: int = 0  # of the tenant when it got its blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class Audit:
     exact_stop: int
     tenant: str
     block_ids: Sequence[int]
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

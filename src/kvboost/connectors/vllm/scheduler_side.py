@@ -66,6 +66,7 @@ class _Known:
 
     reuse: ReuseMode
     tenant: str
+    epoch: int = 0  # of the tenant when it got its blocks
     num_prefetching: int = 0  # ranks that still do; it waits for them
     loads: bool = False  # blocks are being filled
     exact_stop: int | None = None  # rows from here on have something moved below them
@@ -177,7 +178,7 @@ class SchedulerSide:
         known = self._known.get(request.request_id)
         if known is None:
             return
-        known.prompt = None
+        known.prompt, known.epoch = None, self._choice.epochs.of(known.tenant)
         if known.to_load is None or num_external == 0:
             return
         (start, stop, plan), tokens = known.to_load, list(request.all_token_ids)
@@ -295,7 +296,7 @@ class SchedulerSide:
         if stop < LEAST_TOKENS:
             return None
         tokens, blocks = list(request.all_token_ids[:stop]), self._blocks_of(request.request_id)
-        return Save(request.request_id, tokens, known.tenant, list(blocks), is_last)
+        return Save(request.request_id, tokens, known.tenant, list(blocks), is_last, known.epoch)
 
     def _audit(self, request: VLLMRequest, known: _Known, num_rows: int) -> Audit | None:
         num_answered = min(request.num_tokens - request.num_prompt_tokens, MOST_AUDITED)
@@ -316,6 +317,7 @@ class SchedulerSide:
             exact_stop=known.exact_stop,
             tenant=known.tenant,
             block_ids=list(self._blocks_of(request.request_id)),
+            epoch=known.epoch,
         )
 
     def _judge(self, verdict: Verdict) -> None:

@@ -49,6 +49,7 @@ from kvboost.reuse.lookup import find
 from kvboost.reuse.place import Placed, assemble
 from kvboost.reuse.repair import Repair
 from kvboost.reuse.store import commit
+from kvboost.tiers.epochs import owner
 
 if TYPE_CHECKING:
     from kvboost.connectors.vllm.sparse import SparseModel
@@ -356,10 +357,14 @@ class WorkerSide:
     def _save(self, save: Save, written: torch.Event | None) -> None:
         try:
             space = self._space(save.tenant)
+            if self._store.epochs.of(save.tenant) != save.epoch:  # deleted since
+                return
             chunks = split(save.tokens, self._options.chunk_size)
             with self._stream(1, written):
                 rows = StagedRows(self.cache, save.block_ids)
                 commit(rows, chunks, derive(chunks, space), space, self._store)
+            if space != self._space(save.tenant):  # deleted meanwhile
+                self._store.delete(self._index.owned_by([owner(save.tenant, save.epoch)]))
         except Exception:
             log.exception("K/V could not be saved")
         finally:
@@ -376,9 +381,11 @@ class WorkerSide:
         stream = self._streams[number]
         if after is not None:
             stream.wait_event(after)
-        with stream:
-            yield
-        stream.synchronize()
+        try:
+            with stream:
+                yield
+        finally:  # vLLM may give the blocks to others then
+            stream.synchronize()
 
     def _go_on_with_audit(self, *, is_idle: bool) -> None:
         """Run a step of an audit, or abandon it if there is no idle time: it holds blocks."""
@@ -397,9 +404,9 @@ class WorkerSide:
         self._report.verdicts.append(verdict)
         is_exact = verdict.kl is not None
         tokens = audit.tokens[: -1 if is_exact else audit.exact_stop]
-        self._start_saving(
-            Save(audit.request_id, tokens, audit.tenant, audit.block_ids, is_last=True)
-        )
+        rows = audit.tenant, audit.block_ids
+        save = Save(audit.request_id, tokens, *rows, is_last=True, epoch=audit.epoch)
+        self._start_saving(save)
 
     def _compared(self, audit: Audit) -> Iterator[Verdict | None]:
         assert self._sparse is not None
