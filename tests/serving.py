@@ -115,6 +115,7 @@ def record(**changes: Any) -> RequestRecord:
     }
     fields |= changes
     answers = fields["completions"]
+    fields.setdefault("firsts", answers[:1])
     fields.setdefault("prompt_tokens", answers[0].prompt_tokens if answers else 0)
     return RequestRecord(**fields)
 

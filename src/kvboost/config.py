@@ -165,7 +165,9 @@ class Options:
         text="keep a second copy of the weights, for faster batches (bfloat16 on CPUs)",
     )
     strict: bool = option(
-        default=True, text="raise UnsupportedModel if certification fails; False: run without reuse"
+        default=True,
+        text="raise UnsupportedModel if certification fails; False: run without reuse, "
+        "in the library only",
     )
     backend: str = option(
         "auto", "KV cache of running requests: 'paged', a pool of blocks; 'auto' is the same"

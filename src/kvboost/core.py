@@ -334,7 +334,7 @@ class Sampling:
         limits = {
             "max_new_tokens": (1, math.inf),
             "temperature": (0, math.inf),
-            "top_k": (0, math.inf),
+            "top_k": (0, 2**31 - 1),
             "top_p": (0, 1),
             "min_p": (0, 1),
             "top_logprobs": (0, math.inf),

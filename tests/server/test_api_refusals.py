@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import pytest
@@ -21,7 +23,8 @@ from asking import (
     streamed,
 )
 from fake_serving import Stand
-from kvboost.errors import KVBoostError, QueueFull
+from kvboost.core import Sampling
+from kvboost.errors import ConfigError, KVBoostError, QueueFull
 from kvboost.server.record import RequestRecord
 
 
@@ -229,6 +232,82 @@ def test_broken_bodies_are_refused(client: TestClient, content: bytes, code: str
     reply = client.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
     assert reply.status_code == 400
     assert reply.json()["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [(CHAT, "messages"), ("/v1/responses", "input"), ("/v1/warm", "messages")]
+)
+def test_too_many_parts_are_refused_before_they_are_looked_at(
+    client: TestClient, path: str, name: str
+) -> None:
+    part = {"type": "input_text" if name == "input" else "text", "text": ""}
+    message = {"role": "user", "content": [part] * 100}
+    error = client.post(path, json={name: [message] * 21}).json()["error"]
+    assert (error["param"], "more than 2048 parts" in error["message"]) == (name, True)
+
+
+UNWRITABLE = [{"description": "\ud800"}, {"parameters": {"maximum": math.inf}}]
+
+
+@pytest.mark.parametrize("fields", UNWRITABLE)
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_tools_that_could_not_be_sent_back_are_refused(
+    client: TestClient, stand: Stand, fields: dict[str, Any], choice: str
+) -> None:
+    function = {"name": "f", **fields}
+    tools = [{"type": "function", "function": function}]
+    own = {"messages": USER, "tools": tools, "tool_choice": choice}
+    for path, body in (
+        (CHAT, own),
+        ("/v1/responses", {**own, "input": "hi", "tools": [{"type": "function", **function}]}),
+    ):
+        content = json.dumps({k: v for k, v in body.items() if path == CHAT or k != "messages"})
+        content = content.replace("Infinity", "1e999")
+        kind = {"content-type": "application/json"}
+        reply = client.post(path, content=content, headers=kind)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tools")
+    assert stand.engine.calls == []
+
+
+def test_a_reserved_variable_and_a_fault_of_the_template_are_the_request_s(
+    client: TestClient, stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("arrangement", "documents", "messages"):
+        error = refusal(client, chat_template_kwargs={name: 1})
+        assert (error["param"], f"{name!r} is set" in error["message"]) == (
+            "chat_template_kwargs",
+            True,
+        )
+
+    def nest(*_: Any, **__: Any) -> Any:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(type(stand.engine.tokenizer), "apply_chat_template", nest)
+    assert "cannot render" in refusal(client)["message"]
+
+
+def test_long_arguments_of_calls_are_refused_before_they_are_rendered(
+    client: TestClient, stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered: list[Any] = []
+    monkeypatch.setattr(type(stand.engine.tokenizer), "apply_chat_template", rendered.append)
+    call = {"id": "1", "function": {"name": "f", "arguments": "x" * 200_000}}
+    messages = [*USER, {"role": "assistant", "tool_calls": [call]}]
+    assert refusal(client, messages=messages)["code"] == "context_length_exceeded"
+    assert rendered == []
+
+
+def test_top_k_is_no_more_than_there_are_tokens(client: TestClient, stand: Stand) -> None:
+    reply = client.post(CHAT, json={"messages": USER, "top_k": 10**400})
+    assert reply.status_code == 200
+    assert stand.engine.sampling.top_k <= 300
+    with pytest.raises(ConfigError, match="top_k"):
+        Sampling(top_k=2**31)
+
+
+def test_a_preface_without_texts_anywhere_is_refused(client: TestClient) -> None:
+    error = client.post("/v1/warm", json={"text": "a", "preface": "b"}).json()["error"]
+    assert error["param"] == "preface"
 
 
 def test_large_bodies_are_refused_whatever_their_headers_say() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import http.client
+import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,6 +50,11 @@ class Server:
     @property
     def num_connections(self) -> int:
         return len(self._server.server_state.connections)
+
+    def block(self, seconds: float) -> None:
+        """Keep the loop busy: what connects meanwhile is accepted at once afterwards."""
+        connection = next(iter(self._server.server_state.connections))
+        connection.loop.call_soon_threadsafe(time.sleep, seconds)
 
     def connect(self, sent: bytes = b"", **options: int) -> socket.socket:
         client = socket.socket()
@@ -127,7 +134,10 @@ def test_an_endless_header_is_cut_off() -> None:
 def test_a_head_that_is_too_large_is_told_so() -> None:
     with serving() as server:
         head = b"GET / HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * 5000
-        assert said(server.connect(head)).startswith(b"HTTP/1.1 431 ")
+        answer = said(server.connect(head))
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+        assert "4096 bytes" in error["message"] and error["type"] == "invalid_request_error"
         fitting = b"GET / HTTP/1.1\r\nConnection: close\r\nX-A: " + b"a" * 4000 + b"\r\n\r\n"
         assert said(server.connect(fitting)).startswith(b"HTTP/1.1 200 ")
 
@@ -139,6 +149,33 @@ def test_too_many_headers_are_refused() -> None:
         assert said(server.connect(head + few + b"\r\n")).startswith(b"HTTP/1.1 200 ")
         many = few + b"B: c\r\n"
         assert b"431" in said(server.connect(head + many + b"\r\n"))
+
+
+@pytest.mark.parametrize("pause_s", [0, 0.1])
+def test_an_offer_of_http_2_costs_no_body(pause_s: float) -> None:
+    """As Java's clients make it with every request."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    with serving() as server:
+        client = server.connect(b"POST / HTTP/1.1\r\n" + offer + b"Content-Length: 19\r\n\r\n")
+        time.sleep(pause_s)
+        client.sendall(b"\r\nUpgrade: h2c body")
+        assert client.recv(1000).endswith(b"\r\n\r\n19")
+        client.sendall(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+        assert said(client).endswith(b"\r\n\r\n0")
+
+
+def test_a_burst_of_connections_stays_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On asyncio's own loop, which accepts many in one turn."""
+    monkeypatch.setattr(uvicorn, "Config", partial(uvicorn.Config, loop="asyncio"))
+    with serving(connections=16) as server:
+        for _ in range(3):
+            server.connect()
+            wait_until(lambda: server.num_connections > 0)
+            server.block(0.2)
+            last = [server.connect() for _ in range(100)][-1]
+            last.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert last.recv(1000)  # all before it are accepted by now
+            wait_until(lambda: server.num_connections <= 16)
 
 
 def test_a_body_may_come_with_its_head() -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from fakes import WordTokenizer
 from kvboost.config import Options
-from kvboost.errors import ConfigError
+from kvboost.errors import ConfigError, UnsupportedModel
 from kvboost.server.options import ServerOptions, add_flags, read_options
 from kvboost.server.serve import _load
+from tiny_models import REFUSED, build
 
 PROMISED = """--model --host --port --device --dtype --backend --max-cache-bytes
 --recompute-strategy --kv-cache-bits --batch-window-ms --max-batch-size --max-queue-size --warm
@@ -153,6 +155,22 @@ def test_other_machines_are_served_with_keys_or_on_demand_only() -> None:
     assert read("--host 0.0.0.0 --allow-anonymous")[0].host == "0.0.0.0"
     assert read("--host ::1")[0].is_local
     assert read("--host localhost")[0].is_local
+    with pytest.raises(ConfigError, match="exclude each other"):
+        read("--api-keys f --allow-anonymous")
+
+
+def test_pages_of_any_origin_need_keys_or_anonymous_callers() -> None:
+    with pytest.raises(ConfigError, match=r"cors_origin='\*'"):
+        read("--cors-origin *")
+    assert read("--cors-origin * --allow-anonymous")[0].cors_origin == ("*",)
+
+
+def test_a_model_without_reuse_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, settings, _ = REFUSED["bloom-alibi"]
+    loaded = build(kind, settings), WordTokenizer()
+    monkeypatch.setattr("kvboost.models.load.load_or_tell", lambda *_: loaded)
+    with pytest.raises(UnsupportedModel, match="strict=False is for the library"):
+        _load(ServerOptions(model="tiny"), Options(strict=False))
 
 
 def test_more_than_one_worker_is_refused_with_the_reason() -> None:

@@ -231,3 +231,10 @@ def test_a_real_engine_says_all_that_is_read() -> None:
     assert seen["kvboost_prompt_tokens_total", "exact"] == 39
     assert seen["kvboost_tenant_prompt_tokens_total", "miss", "a"] == 41
     assert seen["kvboost_tier_bytes", "memory"] == seen["kvboost_tenant_memory_bytes", "a"] > 0
+
+
+def test_all_prompts_of_a_request_are_counted() -> None:
+    recent, each = Recent(), completion()
+    recent.add(record(completions=(each, each, each), firsts=[each, each]))
+    kinds = recent.summary()["prompt_tokens"]
+    assert (kinds["exact"] + kinds["moved"] + kinds["miss"], kinds["repaired"]) == (200, 10)

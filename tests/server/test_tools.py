@@ -147,6 +147,7 @@ def test_ids_of_calls_are_unique() -> None:
         '{"name": "f"}',
         '{"name": "f", "arguments": "x"}',
         '{"name": 3, "arguments": {}}',
+        r'{"name": "\ud800", "arguments": {}}',
         '{"name": "f", "arguments": {"x": NaN}}',
         '["f"]',
         "[" * 100_000,

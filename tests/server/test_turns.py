@@ -41,6 +41,22 @@ async def test_a_tenants_queue_has_an_end_and_others_have_their_own() -> None:
 
 
 @in_a_loop
+async def test_who_has_hung_up_waits_no_longer() -> None:
+    turns, go_on = Turns("test", most_waiting=2), threading.Event()
+    first = asyncio.create_task(turns.run("a", go_on.wait))
+    await asyncio.sleep(0.01)
+    gone = [asyncio.create_task(turns.run("a", lambda: 1)) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    for task in gone:
+        task.cancel()
+    await asyncio.sleep(0.01)
+    later = [asyncio.create_task(turns.run("a", lambda: 2)) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    go_on.set()
+    assert await asyncio.gather(first, *later) == [True, 2, 2]
+
+
+@in_a_loop
 async def test_a_turn_that_nobody_wants_is_passed_on() -> None:
     turns, go_on = Turns("test"), threading.Event()
     first = asyncio.create_task(turns.run("a", go_on.wait))

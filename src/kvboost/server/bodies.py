@@ -30,6 +30,7 @@ from kvboost.server.messages import (
     SchemaFormat,
     Tools,
     few,
+    is_writable,
     wrong,
 )
 
@@ -257,7 +258,10 @@ class ChatBody(Sampled):
             reason = "reasoning_effort is in chat_template_kwargs too: give one of them"
             raise wrong("reasoning_effort", reason)
         schema = self.response_format.model_dump() if self.response_format else None
-        for name, value in (("tools", self.active_tools), ("response_format", schema)):
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        for name, value in (("tools", tools), ("response_format", schema)):
+            if not is_writable(value):
+                raise wrong(name, f"{name}: numbers or characters that JSON in UTF-8 does not have")
             if len(json.dumps(value)) > MOST_SCHEMA_BYTES:
                 what = "tools" if name == "tools" else "the JSON schema"
                 raise wrong(name, f"{what}: more than {MOST_SCHEMA_BYTES} bytes of JSON")
@@ -366,6 +370,8 @@ class WarmBody(Body):
     def _fit_warm(self) -> WarmBody:
         if sum(each is not None for each in (self.text, self.texts, self.messages)) != 1:
             raise wrong("text", "give one of text, texts, messages")
+        if self.preface and not (self.texts if self.anywhere is None else self.anywhere):
+            raise wrong("preface", "preface needs anywhere=true, or texts")
         return self
 
 

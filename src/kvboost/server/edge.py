@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from typing import Any, Literal, cast
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvboost.server.options import ServerOptions
+from kvboost.server.problems import Problem
 
 try:
     import resource
@@ -23,6 +26,10 @@ SPARE_BODY_BYTES = 64 << 10  # for chunk sizes and trailers, which are no part o
 LEAST_BYTES_PER_S = 500  # of a body
 RESERVED_DESCRIPTORS = 96  # for the model, tiers and logs
 LEAST_CONNECTIONS = 16
+
+# Clients that prefer HTTP/2, Java's among them, offer it with every request. The parser would take
+# the end of such a head for the end of the request, and lose its body.
+OFFER = re.compile(rb"(?i)(?<=\r\n)upgrade:(?=[^\r\n]*\bh2c\b)")
 
 Phase = Literal["idle", "head", "body", "answer"]
 
@@ -59,6 +66,12 @@ def protocol(limits: Limits) -> type[asyncio.Protocol]:
     return cast("type[asyncio.Protocol]", partial(Connection, limits))
 
 
+def _without_h2c(data: bytes) -> bytes:
+    """A head whose offer of HTTP/2 has another name; it is declined by not taking it."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return OFFER.sub(b"x-offer:", head) + end + rest
+
+
 def end_unread(bound: socket.socket, timeout_s: float) -> None:
     """Let the kernel close connections whose peer reads nothing for this long."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -89,8 +102,9 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._check_later("slow", self._limits.timeout_s, self._check_pace)
         connections = cast("set[Connection]", self.connections)
-        if len(connections) > self._limits.connections:
-            waiting = [each for each in connections if not each.is_answering]
+        alive = [each for each in connections if not each.transport.is_closing()]
+        if len(alive) > self._limits.connections:
+            waiting = [each for each in alive if not each.is_answering]
             min(waiting, key=lambda each: each.since).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -114,6 +128,8 @@ class Connection(HttpToolsProtocol):
     def _take(self, data: bytes) -> None:
         phase, self.since = self._phase, self.loop.time()
         self._phase_bytes += len(data)
+        if phase == "head":
+            data = _without_h2c(data)
         super().data_received(data)
         if self.transport.is_closing():
             return
@@ -204,9 +220,9 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, status: int, reason: str) -> None:
         """Send an error, unless a response has begun, and close the connection."""
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
-            body = reason.encode()
+            body = json.dumps(Problem(status, reason).body).encode()
             lines = (
-                b"content-type: text/plain; charset=utf-8\r\nconnection: close\r\n",
+                b"content-type: application/json\r\nconnection: close\r\n",
                 b"content-length: %d\r\n\r\n" % len(body),
             )
             self.transport.write(b"".join((STATUS_LINE[status], *lines, body)))

@@ -111,7 +111,7 @@ class Exchange(Response):
 
     def _whole(self, record: RequestRecord) -> Response:
         plan, answers = self._plan, record.completions
-        firsts = plan.firsts(answers)
+        record.firsts = firsts = list(plan.firsts(answers))
         kept = plan.kept(answers)
         body = plan.reply.whole(kept, account(firsts, answers, plan.document_orders))
         record.finish_reason = plan.reply.finish_reason(*kept[0])
@@ -178,6 +178,8 @@ class Exchange(Response):
         else:
             whole[index] = each
             record.completions.append(each)
+            if index % self._plan.num_each == 0:
+                record.firsts.append(each)
             choices = reply.ending(index, each)
         for choice in choices:
             record.finish_reason = choice["finish_reason"] or record.finish_reason

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 MOST_FIELDS = 64  # of an object, known or not
 MOST_MESSAGES = 2048  # and as many parts of one
 MOST_CALLS = 128  # of tools, in a message
 Label: TypeAlias = Annotated[str, StringConstraints(max_length=512)]
-Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+NAME = r"[a-zA-Z0-9_.-]{1,64}"
+Name: TypeAlias = Annotated[str, StringConstraints(pattern=f"^{NAME}$")]
 
 
 def few(values: Any, most: int) -> Any:
@@ -24,6 +33,15 @@ def few(values: Any, most: int) -> Any:
 def wrong(param: str, reason: str) -> PydanticCustomError:
     """An error of a parameter that does not fit another one."""
     return PydanticCustomError("refused", "{reason}", {"param": param, "reason": reason})
+
+
+def is_writable(value: Any) -> bool:
+    """Whether a value can be sent back: half a surrogate pair and infinity cannot."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return False
+    return True
 
 
 def without_nulls(values: Any) -> Any:
@@ -118,8 +136,22 @@ class Message(Body):
         return plain
 
 
+def few_parts(messages: Any) -> Any:
+    """Refuse more parts than there may be messages, before each is looked at."""
+    contents = [each.get("content") for each in _dicts(messages)]
+    if sum(len(each) for each in contents if isinstance(each, list)) > MOST_MESSAGES:
+        raise ValueError(f"more than {MOST_MESSAGES} parts in all")
+    return messages
+
+
+def _dicts(values: Any) -> list[dict[str, Any]]:
+    return [each for each in values if isinstance(each, dict)] if isinstance(values, list) else []
+
+
 Messages: TypeAlias = Annotated[
-    list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+    list[Message],
+    Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
+    BeforeValidator(few_parts),
 ]
 
 

@@ -115,6 +115,12 @@ class ServerOptions:
                 f"workers={self.workers}: expected 1, because one process owns the model and "
                 "batches all requests; to scale out, run several servers behind a load balancer"
             )
+        if self.api_keys and self.allow_anonymous:
+            raise ConfigError("api_keys and allow_anonymous exclude each other: set one")
+        if "*" in self.cors_origin and not (self.api_keys or self.allow_anonymous):
+            raise ConfigError(
+                "cors_origin='*': any web page could call a server without --api-keys"
+            )
         if not (self.api_keys or self.allow_anonymous or self.is_local):
             raise ConfigError(
                 f"host={self.host!r}: without --api-keys, clients of other machines need "

@@ -44,7 +44,9 @@ LOOKED_AT = 8  # characters for each token of the context; usual text has 3 to 5
 SPARE = 1.1  # of the context: the end of a piece may split in another way than the whole
 LEAST_TOP_P = 1e-6  # the most likely token always stays
 # A template is a program, whose variables come from clients.
-TEMPLATE_FAULTS = (TemplateError, ValueError, TypeError, LookupError, ArithmeticError)
+TEMPLATE_FAULTS = (
+    *(TemplateError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError),
+)
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Planner:
         self._grammars = grammars
         # Arguments of the function that renders: no variables of a template.
         given = inspect.signature(tokenizer.apply_chat_template).parameters
-        self._reserved = {"self", "messages", "tokenizer", *given}
+        self._reserved = {"self", "messages", "documents", "arrangement", "tokenizer", *given}
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)  # characters
 
     def completion(self, body: CompletionBody, tenant: str) -> Plan:
@@ -213,7 +215,7 @@ class Planner:
             self._check_size(body.text)
             tokens = tokens_of(body.text, self._tokenizer)
         else:
-            tokens = self._rendered(_plain(body.messages))
+            tokens = self._rendered(self._as_in_a_chat(body.messages))
         self._check_fits(tokens)
         return tokens
 
@@ -222,7 +224,7 @@ class Planner:
         self._model.adapter(body.model)
         for text in [body.text or "", body.preface or "", *(body.texts or ())]:
             self._check_size(text)
-        content = body.text or body.texts or self._rendered(_plain(body.messages))
+        content = body.text or body.texts or self._rendered(self._as_in_a_chat(body.messages))
         before = tokens_of(body.preface, self._tokenizer) if body.preface else []
         for tokens in texts_to_warm(content, self._tokenizer, anywhere=bool(body.anywhere)):
             self._check_fits([*before, *tokens])
@@ -265,7 +267,7 @@ class Planner:
                 Sampling(
                     max_new_tokens=num_new,
                     temperature=1.0 if body.temperature is None else body.temperature,
-                    top_k=max(0, body.top_k or 0),
+                    top_k=min(max(0, body.top_k or 0), self._model.vocab_size),
                     top_p=1.0 if body.top_p is None else max(body.top_p, LEAST_TOP_P),
                     min_p=body.min_p or 0.0,
                     seed=None if body.seed is None else (body.seed + number) % MAX_SEED,
@@ -293,6 +295,8 @@ class Planner:
         add_generation_prompt: bool = True,
     ) -> list[int]:
         choice = body.named_tool or body.tool_choice or "auto"
+        calls = [call for each in body.messages for call in each.tool_calls or ()]
+        self._check_size(*(call.function.arguments for call in calls))
         ready = prepare(_plain(body.messages), body.active_tools, choice, self._tokenizer)
         variables = body.template_variables
         for name in variables.keys() & self._reserved:
@@ -308,14 +312,18 @@ class Planner:
         arrangement: Arrangement | None = None,
         **arguments: Any,
     ) -> list[int]:
-        self._check_size(*(message["content"] for message in messages))
         try:
+            self._check_size(*(message["content"] for message in messages))
             return chat_tokens(messages, self._tokenizer, documents, arrangement, **arguments)
-        except ConfigError:
+        except (ConfigError, Problem):
             raise
         except TEMPLATE_FAULTS as error:
             reason = f"the model's chat template cannot render this chat: {error}"
             raise Problem(400, reason, param="messages", code="invalid_value") from None
+
+    def _as_in_a_chat(self, messages: Sequence[Message] | None) -> list[dict[str, Any]]:
+        """Messages as a chat without tools renders them."""
+        return prepare(_plain(messages), None, "auto", self._tokenizer).messages
 
     def _grammar(self, body: ChatBody) -> Grammar | None:
         if body.active_tools and (body.named_tool or body.tool_choice == "required"):

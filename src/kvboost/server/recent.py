@@ -87,10 +87,10 @@ class Recent:
 
 def _seen(record: RequestRecord, now: float) -> _Seen:
     tokens: Counter[str] = Counter(generated=record.generated_tokens)
-    for answer in record.completions[:1]:  # the others have the same prompt
-        tokens["repaired"] = answer.reuse.repaired_tokens
+    for answer in record.firsts:
+        tokens["repaired"] += answer.reuse.repaired_tokens
         for kind in MatchKind:
-            tokens[kind.value] = answer.reuse.tokens(kind)
+            tokens[kind.value] += answer.reuse.tokens(kind)
     return _Seen(
         at=now,
         is_error=record.is_error,

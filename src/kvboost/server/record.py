@@ -28,6 +28,7 @@ class RequestRecord:
     error: str = ""  # OpenAI error type or code, empty if none
     finish_reason: str = ""  # "stop" | "length" | "tool_calls" | "cancelled" | ""
     completions: list[Completion] = field(default_factory=list)  # several for n > 1
+    firsts: list[Completion] = field(default_factory=list)  # of these, one for each prompt
     num_cut_tokens: int = 0  # of answers that did not come to their end
     prompt_tokens: int = 0  # of all prompts, each counted once
     traceparent: str = ""  # the W3C header of the request
@@ -48,8 +49,8 @@ class RequestRecord:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were not computed for the first answer."""
-        return self.completions[0].cached_tokens if self.completions else 0
+        """Prompt tokens that were not computed for the first answer to each prompt."""
+        return sum(each.cached_tokens for each in self.firsts)
 
     @property
     def generated_tokens(self) -> int:

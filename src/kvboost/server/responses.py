@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Discriminator, Field, PrivateAttr, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
 
 from kvboost.core import ReuseMode
 from kvboost.engine.request import DocumentOrder
@@ -34,6 +34,7 @@ from kvboost.server.messages import (
     NamedSchema,
     ObjectFormat,
     TextFormat,
+    few_parts,
     only_text,
     without_nulls,
 )
@@ -135,7 +136,9 @@ InputItem: TypeAlias = Annotated[
 
 
 Items: TypeAlias = Annotated[
-    list[InputItem], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+    list[InputItem],
+    Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
+    BeforeValidator(few_parts),
 ]
 Input: TypeAlias = Annotated[
     Annotated[Text, Tag("Text")] | Annotated[Items, Tag("Items")],

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import uvicorn
 
 from kvboost.config import Options
-from kvboost.errors import ConfigError, KVBoostError
+from kvboost.errors import ConfigError, KVBoostError, UnsupportedModel
 from kvboost.server.app import make_app
 from kvboost.server.edge import Connection, Limits, end_unread, protocol
 from kvboost.server.exchange import Running
@@ -225,6 +225,12 @@ def _load(options: ServerOptions, engine_options: Options) -> tuple[KVBoost, Ser
     with _told("certifying"):
         engine = KVBoost(
             model, tokenizer, adapters=options.adapters, **dataclasses.asdict(engine_options)
+        )
+    if not engine.batch_stats()["kv_capacity_tokens"]:
+        engine.close()
+        raise UnsupportedModel(
+            "strict=False is for the library: this model's K/V cannot be reused, and requests"
+            " cannot share its memory, as a server's do"
         )
     vocab_size, longest = limits(model)
     room = engine.batch_stats()["kv_capacity_tokens"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from jinja2 import TemplateError
 
 from kvboost.errors import ConfigError
+from kvboost.server.messages import NAME
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -199,16 +201,17 @@ def _call_of(text: str) -> ToolCall | None:
         call = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    if not isinstance(call, dict):
         return None
-    if not isinstance(call.get("arguments"), dict):
+    name, given = call.get("name"), call.get("arguments")
+    if not (isinstance(name, str) and re.fullmatch(NAME, name) and isinstance(given, dict)):
         return None
-    arguments = json.dumps(call["arguments"], ensure_ascii=False)
+    arguments = json.dumps(given, ensure_ascii=False)
     try:
         arguments.encode()
     except UnicodeEncodeError:  # half a surrogate pair: it can be sent as an escape only
-        arguments = json.dumps(call["arguments"])
-    return ToolCall(call["name"], arguments)
+        arguments = json.dumps(given)
+    return ToolCall(name, arguments)
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -48,6 +48,8 @@ class Turns:
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():  # it was its turn
                 self._pass_on()
+            elif turn in waiting:
+                waiting.remove(turn)
             raise
 
     def _pass_on(self, done: object = None) -> None:
@@ -55,10 +57,10 @@ class Turns:
         while self._waiting:
             tenant, waiting = next(iter(self._waiting.items()))
             del self._waiting[tenant]
-            turn = waiting.popleft()
+            turn = waiting.popleft() if waiting else None
             if waiting:
                 self._waiting[tenant] = waiting  # behind the others
-            if not turn.done():
+            if turn is not None and not turn.done():
                 turn.set_result(None)
                 return
         self._num_free += 1
