@@ -1,9 +1,14 @@
+from unittest.mock import Mock
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvboost.core import Grammar
+from kvboost.server.bodies import CacheBody, ChatBody
 from kvboost.server.grammar import Grammars
+from kvboost.server.options import ServerOptions
+from kvboost.server.plans import Planner, Served
 from kvboost.server.tools import ToolCall, ToolReader, knows_tools, prepare
 
 pytestmark = pytest.mark.model
@@ -92,3 +97,22 @@ def test_conversations_with_calls_are_rendered(parts: tuple) -> None:
 def test_which_templates_know_tools(smol: str, coder: str) -> None:
     assert not knows_tools(AutoTokenizer.from_pretrained(smol))
     assert knows_tools(AutoTokenizer.from_pretrained(coder))
+
+
+@pytest.mark.parametrize("folder", ["smol", "coder"])
+def test_a_conversation_is_stored_with_the_tokens_of_its_chat(
+    folder: str, request: pytest.FixtureRequest
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(request.getfixturevalue(folder))
+    served = Served("m", len(tokenizer), 8192)
+    planner = Planner(tokenizer, ServerOptions(model="m"), served, Mock(), lambda *_: None)
+    call = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": call}]},
+        {"role": "tool", "tool_call_id": "1", "content": "4 degrees, rain"},
+        {"role": "assistant", "content": "It rains."},
+    ]
+    chat = planner.chat(ChatBody(messages=messages, max_tokens=1), [None], "").asks[0].tokens
+    stored = planner.stored(CacheBody(messages=messages))
+    assert chat[: len(stored)] == stored
