@@ -279,6 +279,18 @@ def choose_wait_policy() -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def key_header(key: str) -> dict[str, str]:
+    """The authorization header for an API key, if there is one.
+
+    Raises:
+        ConfigError: no header can hold the key, which is not shown.
+    """
+    key = key.strip()
+    if not (key.isascii() and (not key or key.isprintable())):
+        raise ConfigError("the API key has characters that no key has")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 def certified_folder() -> Path:
     """Where certifications are kept: in $KVBOOST_HOME, or in the user's cache folder."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -64,6 +64,17 @@ def test_a_hash_trace(tmp_path: Path) -> None:
     assert first.pieces is None
 
 
+def test_lines_without_a_time_are_of_the_time_before_them(tmp_path: Path) -> None:
+    made = 1_700_000_000
+    texts = [{"prompt": prose(n)} | ({"created": made + n} if n % 2 else {}) for n in range(6)]
+    path = log_of(tmp_path, texts)
+    assert [each.at_s for each in read(path)] == [0, 0, 0, 2, 2, 4]
+    first, *others = [traced(n, timestamp=1e12 + n) for n in range(4)]
+    del first["timestamp"]
+    path = log_of(tmp_path, [first, *others])
+    assert [each.at_s for each in read(path)] == pytest.approx([0, 0, 0.001, 0.002], abs=1e-6)
+
+
 def test_times_never_fall(tmp_path: Path) -> None:
     path = log_of(tmp_path, [traced(1, timestamp=ms) for ms in (1000, 3000, 2000, 4000)])
     assert [request.at_s for request in read(path)] == [0, 2, 2, 3]
@@ -146,6 +157,7 @@ def test_packed_files(tmp_path: Path) -> None:
         ('{"hash_ids": ["1"], "input_length": 5}', "hash_ids: expected a list of whole numbers"),
         ('{"hash_ids": [-1], "input_length": 5}', "hash_ids: expected numbers from 0 to 2^64 - 1"),
         ('{"prompt": "x", "timestamp": "noon"}', "timestamp='noon': expected a number"),
+        (f'{{"prompt": "x", "created": 1{"0" * 400}}}', "created=1000"),
         ("[" * 100_000, "maximum recursion depth"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from email.message import Message
 from typing import Any
 
@@ -13,8 +13,11 @@ import pytest
 from rich.console import Console
 
 import make_pictures
+from kvboost.cli import top
 from kvboost.cli.main import main
 from kvboost.cli.screen import draw
+from kvboost.connectors.vllm import checkup
+from kvboost.errors import ConfigError
 from kvboost.server.telemetry import Telemetry
 from servers import web_server
 from serving import FakeEngine, failed, record
@@ -106,6 +109,16 @@ def test_a_server_that_is_not_there_is_told_in_a_line(capsys: pytest.CaptureFixt
 def test_a_missing_key_is_told(server: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--once", "--url", server, "--api-key", "wrong"]) == 1
     assert "KVBOOST_API_KEY" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ask", [top.fetch, lambda url, _: checkup.check_up(url)])
+def test_a_key_that_no_header_holds_is_not_shown(
+    ask: Callable[[str, str], object], server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(checkup.KEY, "sk-sécret\nX: y")
+    with pytest.raises(ConfigError) as error:
+        ask(server, "sk-sécret\nX: y")
+    assert "cret" not in str(error.value)
 
 
 def test_another_kind_of_server_is_told(server: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import json
 import random
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ BLOCK = 16  # words
 JITTER = 0.05  # of a time
 STALL_S = 1.0
 LEAST_S = 0.003  # of a request
+LATE = 20  # requests: what a fault does not spoil
+HANGS_S = 60.0  # by its own clock; by the test's, a little longer than the probe waits
 FACT = re.compile(r"access code of the (\w+) office is (\d+)")
 ASKED = re.compile(r"code of the (\w+) office[?]")
 
@@ -41,6 +44,7 @@ class Engine:
     jitter: float = JITTER
     stalls: float = 0.0  # share of requests that others on the machine hold up, for STALL_S
     num_requests: int = 0
+    num_salted: int = 0
     cached: dict[str, set[str]] = field(default_factory=dict)
     answers: dict[str, str] = field(default_factory=dict)  # by the beginning of a prompt
     last: str = ""
@@ -62,15 +66,32 @@ class Engine:
         if self.fault == "stale after restart":
             self.fault = "stale"
 
-    def fails(self, body: dict[str, Any]) -> bool:
-        """Whether this request is refused."""
+    def failure(self, body: dict[str, Any]) -> int:
+        """The status of this request if it is refused, else 0."""
+        if "logprobs" in body and not self.has_logprobs:
+            return 400
         if self.fault == "busy once":
             text = json.dumps(body)
             is_first = text not in self.answers
             self.answers.setdefault(text, "")
-            return is_first
-        is_late = self.num_requests > 20
-        return self.fault in ("busy", "breaks") and is_late and self.chance.random() < 0.3
+            return 429 if is_first else 0
+        if self.fault == "breaks with salt":
+            self.num_salted += "cache_salt" in body
+            return 500 if self.num_salted > LATE else 0
+        status = {"busy": 429, "breaks": 500}.get(self.fault, 0)
+        return status if self.num_requests > LATE and self.chance.random() < 0.3 else 0
+
+    def hangs(self, share_hit: float) -> bool:
+        """Whether this request was not answered until the probe gave up."""
+        if self.fault != "hangs" or share_hit < 0.3:
+            return False
+        self.now += HANGS_S
+        time.sleep(1.5)
+        return True
+
+    def streamed(self, events: list[Any], share_hit: float) -> list[Any]:
+        """The events of a stream."""
+        return events[:1] * 10_000 if self.fault == "endless" and share_hit > 0.3 else events
 
     def answer(self, body: dict[str, Any], key: str) -> tuple[str, int, int, float]:
         """The text, the prompt's tokens, those that were cached, and the time to wait."""
@@ -135,15 +156,15 @@ def _handler(engine: Engine) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if "logprobs" in body and not engine.has_logprobs:
-                return self._send(400, {"error": "no logprobs here"})
-            if engine.fails(body):
-                status = 500 if engine.fault == "breaks" else 429
+            if status := engine.failure(body):
                 return self._send(status, {"error": "not now"})
             text, num_words, num_hit, wait_s = engine.answer(
                 body, self.headers.get("Authorization", "")
             )
             engine.wait(wait_s)
+            if engine.hangs(num_hit / num_words):
+                self.close_connection = True
+                return None
             usage = {
                 "prompt_tokens": num_words,
                 "prompt_tokens_details": {"cached_tokens": num_hit},
@@ -158,6 +179,7 @@ def _handler(engine: Engine) -> type[BaseHTTPRequestHandler]:
                     200, {"choices": [{**choice, "message": message}], "usage": usage}
                 )
             events = [{"choices": [{**choice, "delta": message}]}, {"choices": [], "usage": usage}]
+            events = engine.streamed(events, num_hit / num_words)
             lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
             return self._reply(f"{lines}data: [DONE]\n\n".encode(), "text/event-stream")
 

@@ -171,6 +171,15 @@ def test_a_canary_outlives_a_server_that_is_away(
     assert waits == [180, 180] and "kvboost_probe_ok 0" in figures.read_text()
 
 
+def test_a_missing_log_is_told_before_anything_is_asked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    engine = Engine()
+    with serving(engine) as url:
+        assert probe(url, "--log", str(tmp_path / "none.jsonl")) == 1
+    assert "none.jsonl" in capsys.readouterr().err and engine.num_requests == 0
+
+
 def test_sizes_are_those_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["probe", "--help"])

@@ -1,10 +1,12 @@
 """Faults planted in a fake server: each is found, with the right sentence, and no other."""
 
 import os
+from dataclasses import replace
 
 import pytest
 
-from kvboost.probe import Report, run
+from kvboost.errors import ConfigError
+from kvboost.probe import Report, run, session
 from probe.engine import Engine, serving
 
 NUM_RUNS = int(os.environ.get("KVBOOST_TEST_PROBES", "1"))
@@ -106,6 +108,19 @@ def test_a_busy_server_is_asked_again_and_a_failing_one_is_red() -> None:
         assert found is not None and found.light == light, found
 
 
+@pytest.mark.parametrize("fault", ["hangs", "endless", "breaks with salt"])
+def test_a_server_that_fails_where_the_cache_is_used_is_red(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault == "hangs":  # a probe of two seconds
+        monkeypatch.setattr(session, "LIGHT", replace(session.LIGHT, seconds=2.0))
+    with serving(Engine(fault)) as url:
+        report = run(url, light=True, salt=True)
+    assert reds(report) == {"requests"}, report.as_json()
+    facts = report.finding("facts")
+    assert fault != "hangs" or (facts is not None and facts.light == "grey")
+
+
 def test_a_template_that_all_prompts_share_is_an_honest_count() -> None:
     with serving(Engine(template=400)) as url:
         found = run(url, light=True).finding("usage")
@@ -117,3 +132,8 @@ def test_another_key_is_another_client(fault: str, light: str) -> None:
     with serving(Engine(fault)) as url:
         found = run(url, light=True, key="a", other_key="b").finding("another API key")
     assert found is not None and found.light == light, found
+
+
+def test_two_checks_of_separation_are_two_runs() -> None:
+    with pytest.raises(ConfigError, match="pass one of them"):
+        run("http://127.0.0.1:9/v1", other_key="b", salt=True)

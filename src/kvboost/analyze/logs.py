@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import reprlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ FEW_BROKEN = 3
 BROKEN_RATIO = 0.01
 STANDARD_INPUT = 0
 READ_BYTES = 1 << 18
+LATEST = 1e15  # of times, in whatever unit
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # ids count up from 0; names are spread over all numbers
 
 Names = npt.NDArray[np.uint64]
@@ -128,7 +130,7 @@ class _Parser:
         self._block_tokens = block_tokens
         self._bytes_per_token = bytes_per_token
         self._is_trace: bool | None = None
-        self._first_s = 0.0
+        self._first_s: float | None = None  # the first time that a line has
         self._last_s = 0.0
 
     @property
@@ -151,7 +153,7 @@ class _Parser:
 
     def parse_all(self, lines: list[bytes]) -> Iterator[LoggedRequest] | None:
         """Many lines of a trace, several times as fast; None: they want to be read one by one."""
-        if not self._is_trace:
+        if not self._is_trace or self._first_s is None:
             return None
         try:
             entries = json.loads(b"[%b]" % b",".join(lines))
@@ -170,26 +172,26 @@ class _Parser:
             and list(map(len, ids)) == (-(-num_tokens // TRACE_BLOCK_TOKENS)).tolist()
         ):
             return None
-        return self._many(flat.astype(np.uint64) * _SPREAD, num_tokens, times_s)
+        return self._many(flat.astype(np.uint64) * _SPREAD, num_tokens, times_s - self._first_s)
 
     def _many(
         self, blocks: Names, num_tokens: npt.NDArray[np.int64], times_s: npt.NDArray[np.float64]
     ) -> Iterator[LoggedRequest]:
         stops = np.cumsum(-(-num_tokens // TRACE_BLOCK_TOKENS)).tolist()
-        since_s = np.maximum.accumulate(np.append(self._last_s, times_s - self._first_s))[1:]
+        since_s = np.maximum.accumulate(np.append(self._last_s, times_s))[1:]
         self._last_s = float(since_s[-1])
         start = 0
         for stop, tokens, at_s in zip(stops, num_tokens.tolist(), since_s.tolist(), strict=True):
             yield self._traced(at_s, tokens, blocks[start:stop])
             start = stop
 
-    def _since_first(self, at_s: float) -> float:
-        if not self.has_begun:
-            self._first_s = at_s
-        self._last_s = max(self._last_s, at_s - self._first_s)
+    def _since_first(self, at_s: float | None) -> float:
+        if at_s is not None:
+            self._first_s = at_s if self._first_s is None else self._first_s
+            self._last_s = max(self._last_s, at_s - self._first_s)
         return self._last_s
 
-    def _trace(self, entry: Mapping[str, Any], at_s: float) -> LoggedRequest:
+    def _trace(self, entry: Mapping[str, Any], at_s: float | None) -> LoggedRequest:
         ids, num_tokens = entry["hash_ids"], entry.get("input_length")
         if type(num_tokens) is not int or num_tokens < 0:
             raise ValueError(f"input_length={num_tokens!r}: expected a number of tokens")
@@ -216,7 +218,7 @@ class _Parser:
             blocks = merged(blocks, block_tokens // TRACE_BLOCK_TOKENS)
         return LoggedRequest(at_s, num_tokens, blocks, block_tokens, None, None)
 
-    def _text(self, entry: Mapping[str, Any], at_s: float) -> LoggedRequest:
+    def _text(self, entry: Mapping[str, Any], at_s: float | None) -> LoggedRequest:
         body = entry["body"] if isinstance(entry.get("body"), dict) else entry
         if "messages" not in body and "prompt" not in body:
             raise ValueError("expected hash_ids, messages or prompt")
@@ -239,15 +241,15 @@ class _Parser:
         )
 
 
-def _time_s(entry: Mapping[str, Any]) -> float:
+def _time_s(entry: Mapping[str, Any]) -> float | None:
     """`timestamp` counts milliseconds, as in Mooncake's traces, and `created` seconds."""
     for name, unit_s in (("timestamp", 1e-3), ("created", 1.0)):
         value = entry.get(name)
         if value is not None:
-            if type(value) not in (int, float) or not math.isfinite(value):
-                raise ValueError(f"{name}={value!r}: expected a number")
+            if type(value) not in (int, float) or not abs(value) < LATEST:
+                raise ValueError(f"{name}={reprlib.repr(value)}: expected a number")
             return float(value) * unit_s
-    return 0.0
+    return None
 
 
 def _cuts(text: bytes) -> list[int]:

@@ -83,7 +83,7 @@ def kv_bytes_of(config: Path) -> float:
         heads = fields["num_attention_heads"]
         head_dim = fields.get("head_dim") or fields["hidden_size"] // heads
         return float(layers * (fields.get("num_key_value_heads") or heads) * head_dim * 2 * size)
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, ArithmeticError) as error:
         raise ConfigError(f"{config}: not a model's config.json: {error}") from error
     except KeyError as error:
         raise ConfigError(f"{config}: K/V bytes cannot be told: unknown or no {error}") from error

@@ -19,10 +19,11 @@ def run(settings: Settings, folder: Path) -> None:
     """Measure what is not measured yet, judge it, and write results and report."""
     from transformers import AutoTokenizer  # noqa: PLC0415  (slow to load)
 
+    tokenizer = AutoTokenizer.from_pretrained(settings.model)  # before the folder is bound to it
     folder.mkdir(parents=True, exist_ok=True)
     check_same(settings, folder)
     started = time.monotonic()
-    script = Script(settings, folder, AutoTokenizer.from_pretrained(settings.model))
+    script = Script(settings, folder, tokenizer)
     try:
         script.measure()
         script.judge()

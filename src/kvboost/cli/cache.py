@@ -159,7 +159,12 @@ def _clear(options: argparse.Namespace) -> int:
     from kvboost.tiers.disk.folder import clear  # noqa: PLC0415
 
     folder = _folder(options)
-    size_bytes = sum(path.stat().st_size for path in folder.iterdir())
+    before_bytes = _size_bytes(folder)
     clear(folder)
-    _tell(options, {"freed_mb": round(size_bytes / 2**20, 1)}, "{freed_mb:.1f} MB freed")
+    freed_bytes = before_bytes - _size_bytes(folder)
+    _tell(options, {"freed_mb": round(freed_bytes / 2**20, 1)}, "{freed_mb:.1f} MB freed")
     return 0
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())

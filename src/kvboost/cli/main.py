@@ -6,6 +6,7 @@ A command's module has `describe(parser)`, which adds its flags and sets `run`.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -89,12 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no command {name!r}{known}")
     options = parser.parse_args(given)
     choose_wait_policy()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows what it can
     try:
         code: int = options.run(options)
     except (KVBoostError, OSError, UnicodeDecodeError) as error:
         sys.stderr.write(f"kvboost: {_told(error)}\n")
         return 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EOFError):
         return INTERRUPTED
     return code
 

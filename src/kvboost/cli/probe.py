@@ -83,7 +83,7 @@ def _probe(options: argparse.Namespace) -> int:
     while True:
         try:
             _once(options)
-        except KVBoostError as error:  # a server that is restarted is probed again later
+        except (KVBoostError, OSError) as error:  # a server that is restarted is probed again later
             sys.stderr.write(f"kvboost: {error}\n")
             if options.metrics:
                 from kvboost.probe.report import as_failure  # noqa: PLC0415
@@ -117,6 +117,7 @@ def _once(options: argparse.Namespace) -> Report:
     from kvboost.probe import run  # noqa: PLC0415
     from kvboost.probe.report import as_metrics, as_page, as_table  # noqa: PLC0415
 
+    gain = _gain(options.log) if options.log else None
     report = run(
         options.url,
         model=options.model,
@@ -128,8 +129,8 @@ def _once(options: argparse.Namespace) -> Report:
         before=options.before,
         after=options.after,
     )
-    if options.log:
-        report = replace(report, findings=(*report.findings, _gain(options.log)))
+    if gain is not None:
+        report = replace(report, findings=(*report.findings, gain))
     if options.json:
         sys.stdout.write(json.dumps(report.as_json(), indent=None if options.watch else 2) + "\n")
         sys.stdout.flush()

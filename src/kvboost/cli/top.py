@@ -13,6 +13,7 @@ import urllib.request
 from typing import Any
 
 from kvboost.cli import flags
+from kvboost.config import key_header
 from kvboost.errors import KVBoostError, missing_packages
 
 TIMEOUT_S = 5.0
@@ -86,7 +87,7 @@ def fetch(url: str, api_key: str) -> dict[str, Any]:
     Raises:
         KVBoostError: it cannot be reached, refuses, or is not a KVBoost server.
     """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = key_header(api_key)
     try:
         request = urllib.request.Request(url, headers=headers)
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from kvboost.config import key_header
 from kvboost.errors import ConfigError, KVBoostError
 
 CHARACTERS_PER_TOKEN = 4  # of prompts, where usage does not tell
@@ -20,6 +21,8 @@ BUSY = (429, 503)
 LONGEST_PAUSE_S = 5.0  # before a busy server is asked once more
 TIMEOUT_S = 60.0
 MOST_EVENTS = 50  # of a stream, for each token that was asked for
+HUNG = 10  # times the slowest answer before it, and at least
+LEAST_HUNG_S = 5.0
 
 
 class BudgetSpent(KVBoostError):
@@ -48,6 +51,7 @@ class Budget:
     started: float = field(default_factory=time.monotonic)
     num_requests: int = 0
     num_tokens: int = 0
+    slowest_s: float = 0.0  # of the answers so far
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
@@ -78,6 +82,17 @@ class Budget:
             self.num_requests += 1
             self.num_tokens += num_tokens
 
+    def answered(self, seconds: float) -> None:
+        """Note how long an answer took."""
+        self.slowest_s = max(self.slowest_s, seconds)
+        if self.whole is not None:
+            self.whole.answered(seconds)
+
+    def is_hung(self, seconds: float) -> bool:
+        """Whether a request that took so long will not be answered any more."""
+        slowest_s = (self.whole or self).slowest_s
+        return seconds >= min(TIMEOUT_S, max(LEAST_HUNG_S, HUNG * slowest_s))
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -104,7 +119,7 @@ class Server:
     @property
     def headers(self) -> dict[str, str]:
         """The authorization header, if there is a key."""
-        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return key_header(self.key)
 
     def ask(self, prompt: str, max_tokens: int, *, stream: bool = True) -> Reply:
         """A greedy answer to a prompt.
@@ -148,13 +163,18 @@ class Server:
                     since_s = perf_counter() - started
                     if first_s is None and _text(event):
                         first_s = since_s
-                    if since_s > timeout_s or len(events) > MOST_EVENTS * body[self.limit_name]:
-                        raise httpx.ReadTimeout(f"the stream did not end in {since_s:.0f} s")
-            return _reply(events, perf_counter() - started, first_s)
+                    if len(events) > MOST_EVENTS * body[self.limit_name]:
+                        raise RequestFailed(0, f"the stream did not end in {len(events)} events")
+                    if since_s > timeout_s:
+                        raise httpx.ReadTimeout("the stream did not end")
+            took_s = perf_counter() - started
+            self.budget.answered(took_s)
+            return _reply(events, took_s, first_s)
         except httpx.TimeoutException as error:
-            if timeout_s < TIMEOUT_S:  # our time is over, which is not the server's fault
+            since_s = perf_counter() - started
+            if not self.budget.is_hung(since_s):  # our time is over: not the server's fault
                 raise BudgetSpent from error
-            raise RequestFailed(0, str(error) or type(error).__name__) from error
+            raise RequestFailed(0, f"no whole answer in {since_s:.0f} s") from error
         except httpx.HTTPError as error:
             raise RequestFailed(0, type(error).__name__) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -169,9 +189,7 @@ def connect(url: str, model: str | None, key: str, budget: Budget) -> Server:
     Raises:
         KVBoostError: it cannot be reached, or lists no model.
     """
-    key = key.strip()
-    if not (key.isascii() and (not key or key.isprintable())):
-        raise ConfigError("the API key has characters that no key has")
+    key_header(key)  # or raise before anything is sent
     if "@" in url.partition("://")[2].partition("/")[0]:
         raise ConfigError("the URL holds a password: pass the key by --key instead")
     base = url.rstrip("/")

@@ -193,6 +193,8 @@ class Right:
                 "few to judge by."
             )
             return Finding("right", "facts", "grey", said, figures)
+        if not num_judged:
+            return Finding("right", "facts", "grey", "No prompt was answered twice.", figures)
         said = f"All {num_judged} repeated answers have the planted fact."
         return Finding("right", "facts", "green", said, figures)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from statistics import median
 
-from kvboost.probe.client import BudgetSpent, Reply, RequestFailed, Server
+from kvboost.probe.client import REFUSED, BudgetSpent, Reply, RequestFailed, Server
 from kvboost.probe.findings import Finding
 from kvboost.probe.statistics import Separation, separation
 from kvboost.probe.texts import Texts
@@ -14,16 +14,25 @@ from kvboost.probe.texts import Texts
 CLEAR, DOUBTFUL = 0.001, 0.01  # by chance
 MOST_ROUNDS = 3  # while it stays doubtful
 MAX_TOKENS = 2
+KEY_REFUSED = (401, 403)
 LEAST_TRIALS = 7  # below that even a perfect separation may be chance
 GAP = 0.3  # of a prompt's tokens, by usage
 
 
 def check(
-    victim: Server, other: Server, texts: Texts, *, num_words: int, num_trials: int, how: str
+    victim: Server,
+    other: Server,
+    texts: Texts,
+    failures: list[RequestFailed],
+    *,
+    num_words: int,
+    num_trials: int,
+    how: str,
 ) -> Finding:
     """Have `victim` ask a prompt; time it for `other`, beside one that nobody asked.
 
-    `how` says what separates the two; red if they share what it should keep apart.
+    `how` says what separates the two; red if they share what it should keep apart. A request that
+    fails ends the trials, and joins `failures` if the server takes what separates the two.
     """
     trials: list[tuple[Reply, Reply]] = []
     is_promised = how != "cache_salt"
@@ -36,9 +45,10 @@ def check(
     except BudgetSpent:
         pass
     except RequestFailed as error:
-        if not trials:
+        if not trials and error.status in (*REFUSED, *KEY_REFUSED):
             said = f"Requests with {how} are refused, so this could not be checked: {error}"
             return Finding("separate", how, "grey", said)
+        failures.append(error)
     if len(trials) < LEAST_TRIALS:
         said = f"{len(trials)} trials with {how} are too few to tell."
         return Finding("separate", how, "grey", said)

@@ -79,6 +79,8 @@ def run(  # noqa: PLR0913
     """
     if before and after:
         raise ConfigError("before and after are two runs: pass one of them")
+    if other_key and salt:
+        raise ConfigError("other_key and salt are two checks: pass one of them")
     size = LIGHT if light else WHOLE
     size = replace(size, load=size.load if load is None else load)
     started = time.monotonic()
@@ -130,10 +132,11 @@ def _probed(
     fast = Fast(_within(plain, size, "fast"), texts)
     fast.run(size.pairs)
     found = [*right.findings(has_hits=fast.has_hits), *fast.findings(right.pairs())]
-    found.append(_requests(server.budget, [*right.failures, *fast.failures]))
+    failures = [*right.failures, *fast.failures]
     if not (fast.has_hits or right.num_cached):
         said = "No hit is seen, so there is nothing to check."
-        return [*found, Finding("separate", "clients", "grey", said)]
+        found.append(Finding("separate", "clients", "grey", said))
+        return [*found, _requests(server.budget, failures)]
     if other is not None:
         victim, reader, how = plain, replace(other, extra={}), "another API key"
     else:
@@ -141,11 +144,9 @@ def _probed(
             replace(plain, extra={"cache_salt": texts.salt() + texts.salt()}) for _ in range(2)
         )
         how = "another cache_salt" if is_salt_promised else "cache_salt"
-    num_words = fast.longest or NUM_WORDS
-    return [
-        *found,
-        check(victim, reader, texts, num_words=num_words, num_trials=size.trials, how=how),
-    ]
+    trials = {"num_words": fast.longest or NUM_WORDS, "num_trials": size.trials}
+    found.append(check(victim, reader, texts, failures, how=how, **trials))
+    return [*found, _requests(server.budget, failures)]
 
 
 def _requests(budget: Budget, failures: Sequence[RequestFailed]) -> Finding:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from kvboost.config import key_header
 from kvboost.connectors.vllm.counted import PREFIX
 from kvboost.errors import KVBoostError
 
@@ -132,9 +133,9 @@ def _counts(text: str) -> Counter[str]:
 
 
 def _get(url: str) -> str:
-    key = os.environ.get(KEY, "")
+    headers = key_header(os.environ.get(KEY, ""))
     try:
-        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+        request = urllib.request.Request(url, headers=headers)
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
             text: str = reply.read().decode()
     except urllib.error.HTTPError as error:
