@@ -22,13 +22,13 @@ PARTS = {
     "integrations": "integrations",
 }
 MAX_LINES = {
-    "library": 11_790,
-    "application": 5_895,
+    "library": 11_880,
+    "application": 5_960,
     "weights": 700,
-    "connectors": 2_020,
-    "bench": 5_140,
-    "fleet": 1_770,
-    "probe": 1_120,
+    "connectors": 2_035,
+    "bench": 5_145,
+    "fleet": 1_775,
+    "probe": 1_150,
     "integrations": 85,
 }
 

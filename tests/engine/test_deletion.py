@@ -131,12 +131,15 @@ def test_every_copy_of_a_text_is_deleted() -> None:
         assert left and not [entry for entry in left if entry.tokens in text]
 
 
-def test_nothing_of_a_request_that_runs_while_its_tenant_is_deleted_is_stored() -> None:
+@pytest.mark.parametrize("tokens", [None, SECRET])
+def test_nothing_of_a_request_that_runs_while_its_text_is_deleted_is_stored(
+    tokens: list[int] | None,
+) -> None:
     begun = threading.Event()
     with engine_of() as engine:
         ticket = engine.submit(SECRET, greedy(300), listener=lambda _: begun.set(), **ALICE)
         assert begun.wait(WAIT_S)
-        engine.contents.delete(None, **ALICE)
+        engine.contents.delete(tokens, **ALICE)
         assert not ticket.future.done()
         ticket.result(WAIT_S)
         engine.flush()

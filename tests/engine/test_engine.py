@@ -17,10 +17,13 @@ from batching import alone, engine_of, greedy
 from fakes import WordTokenizer, byte_tokenizer, words
 from kvboost import ConfigError, GenerationMode, KVBoost, KVBoostError, TextStream, UnsupportedModel
 from kvboost.core import MatchKind, Span
+from kvboost.models.rows import Rows
 from tiny_models import REFUSED, SUPPORTED, build
 from waiting import at_once
 
 pytestmark = pytest.mark.tiny
+
+HEALING = GenerationConfig(max_new_tokens=2, token_healing=True)
 
 
 @pytest.fixture
@@ -296,7 +299,7 @@ def test_reuse_of_quantised_kv_is_not_called_exact() -> None:
 def test_warm_takes_texts_messages_and_ids_and_can_pin(engine: KVBoost) -> None:
     text = " ".join(map(str, words(40)))
     assert engine.warm(text).num_computed == 40
-    assert engine.warm(text, pin=True).num_pinned == 3
+    assert engine.warm([text, text], pin=True).num_pinned == 3
     several = engine.warm([text, " ".join(map(str, words(20, seed=1)))])
     assert (several.num_texts, several.num_tokens, several.num_computed) == (2, 60, 21)
     chat = engine.warm([{"role": "user", "content": text}], ttl_s=3, pin=True)
@@ -413,6 +416,76 @@ def test_speculation_does_not_spoil_deterministic_pieces() -> None:
     assert all(torch.equal(a, b) for a, b in zip(cold, warm.output.logits, strict=True))
 
 
+def test_deterministic_bits_do_not_depend_on_where_blocks_are_free() -> None:
+    prompt = words(100)
+    with engine_of(deterministic=True, piece_tokens=32) as engine:
+        together = engine.generate(prompt, 6, reuse="off", output_logits=True).output.logits
+        pool = engine._parts.pool
+        blocks = pool.take(pool.num_free)
+        pool.release(blocks[::2])
+        apart = engine.generate(prompt, 6, reuse="off", output_logits=True).output.logits
+        pool.release(blocks[1::2])
+    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+
+
+def test_speculation_has_room_for_candidates_beyond_the_limit() -> None:
+    prompt = words(8) * 6
+    with engine_of() as engine:
+        pool = engine._parts.pool
+        blocks = pool.take(pool.num_free)  # so its rows have a fixed capacity
+        result = engine.generate(prompt, 3, prompt_lookup_num_tokens=20)
+        pool.release(blocks)
+    assert result.token_ids == plain(prompt, 3)
+
+
+def test_rows_that_are_not_filled_yet_do_not_reach_the_answer(engine: KVBoost) -> None:
+    model, prompt = engine._parts.model, words(40)
+
+    def compute(garbage: float) -> torch.Tensor:
+        rows = Rows(engine._parts.pool, 40)
+        model.forward(rows, prompt[:20], range(20))
+        for planes in engine._parts.pool.layers.values():
+            for plane in planes:
+                plane.index_fill_(2, torch.as_tensor(rows.slot_mapping(20, 40)), garbage)
+        rows.length = 40
+        logits = model.forward(rows, [prompt[n] for n in (3, 9, 17)], [3, 9, 17])
+        assert rows.length == 40
+        rows.release()
+        return logits
+
+    assert torch.equal(
+        engine._worker.call(lambda: compute(0.0)), engine._worker.call(lambda: compute(torch.nan))
+    )
+
+
+def test_a_models_own_cache_implementation_keeps_it_in_the_batch(engine: KVBoost) -> None:
+    engine._parts.model.model.generation_config.cache_implementation = "hybrid"
+    assert engine._parts.model.special_settings() == set()
+
+
+def test_warmed_text_is_stored_in_place_of_text_in_use() -> None:
+    geometry = engine_of()._parts.model.geometry
+    with engine_of(max_cache_bytes=20 * 16 * geometry.bytes_per_token) as engine:
+        for _ in range(4):
+            for seed in range(1, 5):
+                engine.generate(words(72, seed=seed), 1)
+        engine.warm(words(160))
+        assert engine.explain([*words(160), 7]).tokens(MatchKind.EXACT) == 160
+
+
+def test_what_is_reused_is_not_evicted_for_its_own_request() -> None:
+    options = {"num_blocks": 40, "reuse": "auto", "promote": False}
+    with engine_of(**options) as engine:
+        engine._parts.cost.pays = lambda *_: True
+        engine.generate(words(96), 1)
+        for _ in range(3):
+            for seed in range(1, 5):
+                engine.generate(words(90, seed=seed), 1)
+        for num_before in (40, 100, 150):
+            prompt = [*words(num_before, seed=10 + num_before), *words(96), 9]
+            assert engine.generate(prompt, 1).reuse.tokens(MatchKind.MOVED) == 96
+
+
 def test_cache_implementation_of_a_config_does_not_get_in_the_way(engine: KVBoost) -> None:
     config = GenerationConfig(max_new_tokens=5, do_sample=False, cache_implementation="static")
     assert engine.generate(words(30), generation_config=config).token_ids == plain(words(30), 5)
@@ -511,7 +584,12 @@ def test_calling_the_engine_from_inside_a_request_is_an_error_not_a_deadlock(
         engine.close()
         return [5]
 
-    for call in (ask, close):
+    def warm(batch: int, ids: torch.Tensor) -> list[int]:
+        with engine._warming._turn:  # another thread's call, which waits for the engine
+            engine.warm([1, 2])
+        return [5]
+
+    for call in (ask, close, warm):
         with pytest.raises(KVBoostError, match="wait for itself"):
             engine.generate(words(20), 2, prefix_allowed_tokens_fn=call)
     assert engine.generate(words(20), 2).token_ids
@@ -523,6 +601,8 @@ def test_calling_the_engine_from_inside_a_request_is_an_error_not_a_deadlock(
         ({"prompt": []}, "empty"),
         ({"prompt": [1], "past_key_values": None}, "brings its own cache"),
         ({"prompt": [1], "token_healing": True}, "changes the prompt"),
+        ({"prompt": [1], "generation_config": HEALING}, "changes the prompt"),
+        ({"prompt": [1], "position_ids": None}, "positions of its tokens"),
         ({"prompt": [1], "reuse": "off", "mode": GenerationMode.BASELINE}, "give one"),
         ({"prompt": [1], "chunk_size": 3}, "not of a request"),
         ({"prompt": [1], "reuse": "some"}, "off, exact, auto"),

@@ -136,7 +136,7 @@ class Stores(RuleBasedStateMachine):
         if not is_cancelled:
             rows = [part.clone() for part in slots.rows]
             known.append(Computed(tokens, rows, is_computed))
-            prefilled: Any = SimpleNamespace(rows=slots, space=space, plan=plan)
+            prefilled: Any = SimpleNamespace(rows=slots, space=space, num_deletions=0, plan=plan)
             keep(prefilled, tokens, parts, tenant=tenant)
 
     def check(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fake_serving import CharTokenizer
-from kvboost.engine.texts import MOST_OCCURRENCES, check_ids, tokens_of
+from kvboost.engine.texts import MOST_OCCURRENCES, _cut_at, check_ids, tokens_of
 from kvboost.errors import ConfigError
 
 
@@ -18,6 +18,10 @@ def test_documents_may_not_stand_in_a_prompt_without_end() -> None:
     assert len(tokens_of(text, CharTokenizer(), ["a"])) == len(text)
     with pytest.raises(ConfigError, match="more than"):
         tokens_of(text + "a", CharTokenizer(), ["a"])
+
+
+def test_of_documents_that_begin_alike_the_longer_one_is_found() -> None:
+    assert _cut_at("abcd e", ["ab", "abcd"]) == [("abcd", 1), (" e", None)]
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_a_pinned_tail_survives_a_longer_copy() -> None:
     store, tokens = Store(), list(range(30))
     store.commit(tokens[:20], FakeSlots(30))
     tail = derive(split(tokens[:20], 8), SPACE)[-1].prefix
-    assert store.memory.pin([tail], None) == 1
+    assert store.memory.pin([tail], None) == [tail]
     store.commit(tokens, FakeSlots(30))
     assert store.memory.holds(tail)
 

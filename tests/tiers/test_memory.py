@@ -74,7 +74,7 @@ def test_a_pin_keeps_its_entry_until_it_runs_out() -> None:
     clock = Clock()
     tier = MemoryTier(budget_bytes=20, clock=clock)
     fill(tier, "ab")
-    assert tier.pin([PrefixKey(b"a"), PrefixKey(b"-")], ttl_s=5) == 1
+    assert tier.pin([PrefixKey(b"a"), PrefixKey(b"-")], ttl_s=5) == [b"a"]
     assert fill(tier, "c") == [b"b"]
     assert tier.num_pinned == 1
     clock.now = 6
@@ -84,8 +84,8 @@ def test_a_pin_keeps_its_entry_until_it_runs_out() -> None:
 def test_pins_that_take_most_of_the_budget_are_told(caplog: pytest.LogCaptureFixture) -> None:
     tier = MemoryTier(budget_bytes=25)
     fill(tier, "ab")
-    assert tier.pin([PrefixKey(b"a")], ttl_s=None) == 1 and not caplog.records
-    assert tier.pin([PrefixKey(b"b")], ttl_s=None) == 1
+    assert tier.pin([PrefixKey(b"a")], ttl_s=None) == [b"a"] and not caplog.records
+    assert tier.pin([PrefixKey(b"b")], ttl_s=None) == [b"b"]
     assert "80% of the memory for K/V" in caplog.text
 
 

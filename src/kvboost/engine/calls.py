@@ -55,7 +55,7 @@ class Calls:
         check_ids(tokens, self._parts.model.num_embeddings, "the prompt")
         return Request(
             started_at=started_at,
-            arguments=check_arguments(arguments, max_new_tokens),
+            arguments=check_arguments(arguments, max_new_tokens, self._parts.model),
             tokens=tokens,
             reuse=chosen_reuse(mode, reuse, self._parts.options.reuse),
             tenant=tenant,

@@ -81,7 +81,9 @@ class Contents:
         """Pin the stored chunks of a text, and return how many there are."""
         if not tokens:
             return 0
-        return sum(pin(tokens, each, tenant=tenant, ttl_s=ttl_s) for each in self._parts.variants)
+        return sum(
+            len(pin(tokens, each, tenant=tenant, ttl_s=ttl_s)) for each in self._parts.variants
+        )
 
     def delete(self, tokens: list[int] | None, *, tenant: str) -> Deletion:
         """Delete the chunks of a text, or all of the tenant (None), in every tier.
@@ -95,6 +97,7 @@ class Contents:
         if tokens is None:
             num_deleted = store.delete_all(tenant, store.tiers.patience())
         else:
+            store.num_deletions[tenant] += 1
             num_deleted = sum(self._delete_text(tokens, tenant, p) for p in self._parts.variants)
         return Deletion(num_deleted, tuple(store.tiers.not_erased(ERASING_S)))
 

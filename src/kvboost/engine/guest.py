@@ -205,6 +205,13 @@ def most_new_tokens(request: Request, model: HFModel) -> int:
     return max(1, longest - len(request.tokens))
 
 
+def most_new_rows(request: Request, model: HFModel) -> int:
+    """The most rows that `generate()` fills after a prompt."""
+    # Prompt lookup may try candidates beyond the limit.
+    num_candidates = model.setting("prompt_lookup_num_tokens", request.arguments) or 0
+    return most_new_tokens(request, model) + int(num_candidates)
+
+
 def has_other_work(request: Request, model: HFModel) -> bool:
     """Whether beams or an assistant compute more than a prefill before the first token."""
     is_assisted = any(

@@ -99,6 +99,7 @@ class Prefilled:
 
     rows: Rows
     space: Namespace  # at its start
+    num_deletions: int  # of the tenant's texts until its start
     plan: ReusePlan
     pending: Sequence[int]
     repaired: Sequence[int]
@@ -142,6 +143,21 @@ def room_for(num_rows: int, capacity: int, parts: Parts, prefix: Sequence[Run] =
         return parts.model.fresh_rows(capacity)
 
 
+def _room_beside(
+    chunks: Chunks, num_rows: int, capacity: int, parts: Parts, prefix: Sequence[Run]
+) -> Rows:
+    """Room for rows; the chunks to copy are evicted for it only if nothing else is left."""
+    blocks = parts.pool.blocks_of([run for chunk in chunks.values() for run in chunk.rows or ()])
+    parts.pool.hold(blocks)
+    try:
+        return Rows(parts.pool, num_rows, prefix)
+    except KVBoostError:
+        pass
+    finally:
+        parts.pool.release(blocks)
+    return room_for(num_rows, capacity, parts, prefix)
+
+
 def decide(tokens: Sequence[int], parts: Parts, terms: Terms, *, capacity: int) -> Decision:
     """Choose which stored K/V to reuse."""
     started = time.perf_counter()
@@ -169,7 +185,7 @@ def fill(
     """
     started = time.perf_counter()
     model, reused, store = parts.model, decision.plan, parts.store
-    space = space_of(terms.tenant, parts)
+    space, num_deletions = space_of(terms.tenant, parts), store.num_deletions[terms.tenant]
     keys = list(dict.fromkeys(m.key for m in reused.after(decision.num_shared).matches))
     chunks = store.tiers.get(keys) if prefetched is None else store.tiers.memory.get(keys)
     if prefetched is not None:
@@ -177,7 +193,7 @@ def fill(
     prefix = live or (
         [] if decision.is_alone else _stored_prefix(tokens, reused, chunks, space, parts)
     )
-    rows = room_for(num_rows, decision.capacity, parts, prefix)
+    rows = _room_beside(chunks, num_rows, decision.capacity, parts, prefix)
     copied = tuple(m for m in reused.matches if m.span.stop > rows.num_shared)
     placed = assemble(ReusePlan(len(tokens), copied), tokens, rows, model, store, space, chunks)
     del chunks
@@ -193,6 +209,7 @@ def fill(
     return Prefilled(
         rows=rows,
         space=space,
+        num_deletions=num_deletions,
         plan=plan,
         pending=pending,
         repaired=repaired,
@@ -297,26 +314,38 @@ def complete(prefilled: Prefilled, tokens: Sequence[int], parts: Parts) -> torch
     return parts.model.forward(prefilled.rows, rest, prefilled.pending, corrected=corrected)
 
 
-def keep(prefilled: Prefilled, tokens: Sequence[int], parts: Parts, *, tenant: str) -> None:
+def keep(
+    prefilled: Prefilled,
+    tokens: Sequence[int],
+    parts: Parts,
+    *,
+    tenant: str,
+    is_wanted: bool = False,
+) -> None:
     """Store the computed K/V of `tokens`, which are the first of its rows.
 
     K/V before the first moved row is exact. The live spans after it are stored as approximate, up
     to the first moved row that is approximate itself: errors would add up with every move. Moved
-    rows are not stored a second time, and nothing is if the tenant's K/V was deleted since.
+    rows are not stored a second time, and nothing is if K/V of the tenant was deleted since.
     """
-    rows = prefilled.rows
-    if prefilled.space != space_of(tenant, parts):
+    rows, space, store = prefilled.rows, prefilled.space, parts.store
+    num_deletions = prefilled.num_deletions
+    if space != space_of(tenant, parts) or store.num_deletions[tenant] != num_deletions:
         return
-    exact = tokens[: rows.exact_stop]
-    space = prefilled.space
+    exact, stored = tokens[: rows.exact_stop], set[FrameKey]()
     if exact:
         chunks = _split(exact, parts)
-        commit(rows, chunks, derive(chunks, space), space, parts.store)
+        keys = derive(chunks, space)
+        commit(rows, chunks, keys, space, store, is_wanted=is_wanted)
+        stored.update(key.prefix for key in keys)
     if rows.exact_stop < len(tokens):
         for live, names in approximate_chunks(prefilled, tokens, parts):
-            commit_approximate(rows, live, names, space, parts.store)
+            commit_approximate(rows, live, names, space, store)
+            stored.update(names)
     if space != space_of(tenant, parts):  # deleted meanwhile
-        parts.store.delete(parts.store.index.owned_by([Owner(space[:OWNER_BYTES])]))
+        store.delete(store.index.owned_by([Owner(space[:OWNER_BYTES])]))
+    elif store.num_deletions[tenant] != num_deletions:
+        store.delete(stored)
 
 
 def approximate_chunks(
@@ -333,8 +362,8 @@ def approximate_chunks(
             yield chunks, [content_key(chunk.tokens, space) for chunk in chunks]
 
 
-def pin(tokens: list[int], parts: Parts, *, tenant: str, ttl_s: float | None) -> int:
-    """Pin the stored chunks of `tokens`; returns how many."""
+def pin(tokens: list[int], parts: Parts, *, tenant: str, ttl_s: float | None) -> list[FrameKey]:
+    """Pin the stored chunks of `tokens`; returns their keys."""
     matches = look_up(tokens, parts, Terms("exact", tenant)).matches
     return parts.store.tiers.pin([match.key for match in matches], ttl_s)
 

@@ -32,6 +32,7 @@ REFUSED = {
     "inputs": "the prompt is the first argument",
     "inputs_embeds": "reuse needs token ids",
     "past_key_values": "KVBoost brings its own cache",
+    "position_ids": "rows of a prompt have the positions of its tokens",
     "token_healing": "it changes the prompt after the lookup",
 }
 
@@ -105,14 +106,16 @@ class CallArguments(TypedDict, total=False):
     prompt_lookup_num_tokens: int
 
 
-def check_arguments(arguments: dict[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
+def check_arguments(
+    arguments: dict[str, Any], max_new_tokens: int | None, model: HFModel
+) -> dict[str, Any]:
     """Arguments for Transformers' generate(), with our defaults.
 
     Raises:
         ConfigError: one that a request cannot have.
     """
     for name, reason in REFUSED.items():
-        if name in arguments:
+        if name in arguments or (name == "token_healing" and model.setting(name, arguments)):
             raise ConfigError(f"{name!r} cannot be used: {reason}")
     for name in option_names():
         if name in arguments:

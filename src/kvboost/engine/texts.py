@@ -171,7 +171,7 @@ def _cut_at(text: str, documents: Sequence[str]) -> list[tuple[str, int | None]]
             at = text.find(document, at + len(document))
     pieces: list[tuple[str, int | None]] = []
     cursor = 0
-    for start, stop, count in sorted(found):
+    for start, stop, count in sorted(found, key=lambda each: (each[0], -each[1])):  # longest first
         if start >= cursor:
             pieces += [(text[cursor:start], None), (text[start:stop], count)]
             cursor = stop

@@ -10,6 +10,7 @@ from functools import partial
 from tqdm.auto import tqdm
 
 from kvboost.build import Parts
+from kvboost.core import FrameKey
 from kvboost.engine.prefill import Prefetched, Terms, keep, pin, prefetch, prefill
 from kvboost.engine.results import WarmResult
 from kvboost.engine.texts import check_ids
@@ -41,6 +42,7 @@ class Warming:
         ttl_s: float | None,
     ) -> WarmResult:
         """Compute and store each text after `before`, one by one; pin them if asked."""
+        self._worker.check_caller()
         if ttl_s is not None and not is_pinned:
             raise ConfigError(f"ttl_s={ttl_s} requires pin=True")
         if not texts or not all(texts):
@@ -50,16 +52,16 @@ class Warming:
         for number, text in enumerate(texts):
             check_ids(text, num_known, f"text {number}")
         started, parts = time.perf_counter(), self._parts.under(adapter)
-        num_computed = num_pinned = 0
+        num_computed, pinned = 0, set[FrameKey]()
         for text in tqdm(texts, desc="warming", disable=len(texts) < MANY_TEXTS or None):
             with self._turn:
                 num_computed += self._warm(text, before, tenant, parts)
                 if is_pinned:
                     pinning = partial(pin, before + text, parts, tenant=tenant, ttl_s=ttl_s)
-                    num_pinned += self._worker.call(pinning)
+                    pinned.update(self._worker.call(pinning))
         parts.metrics.add("warmed_tokens", num_computed, tenant=tenant)
         total_ms = 1e3 * (time.perf_counter() - started)
-        return WarmResult(len(texts), sum(map(len, texts)), num_computed, num_pinned, total_ms)
+        return WarmResult(len(texts), sum(map(len, texts)), num_computed, len(pinned), total_ms)
 
     def _warm(self, text: list[int], before: list[int], tenant: str, parts: Parts) -> int:
         prefetched = prefetch(before + text, parts, Terms("exact", tenant))
@@ -75,9 +77,19 @@ class Warming:
         return FEW_TOKENS if self._is_busy() else MANY_TOKENS
 
 
-def warm_up(text: list[int], parts: Parts, *, before: list[int], tenant: str) -> None:
+def warm_up(
+    text: list[int], parts: Parts, *, before: list[int], tenant: str, is_wanted: bool = True
+) -> None:
     """Compute and store what the store lacks of `text`, after `before`."""
-    for _ in warming(text, parts, before=before, tenant=tenant, at_once=lambda: MANY_TOKENS):
+    steps = warming(
+        text,
+        parts,
+        before=before,
+        tenant=tenant,
+        at_once=lambda: MANY_TOKENS,
+        is_wanted=is_wanted,
+    )
+    for _ in steps:
         pass
 
 
@@ -89,11 +101,13 @@ def warming(
     tenant: str,
     at_once: Callable[[], int],
     prefetched: Prefetched | None = None,
+    is_wanted: bool = True,
 ) -> Iterator[int]:
     """Compute and store what the store lacks of `text`, after `before`, in steps.
 
-    A step computes as many tokens as `at_once` says. The last step yields how many tokens of the
-    text were computed, the others 0.
+    What `is_wanted` is stored in place of chunks that are more in use. A step computes as many
+    tokens as `at_once` says. The last step yields how many tokens of the text were computed, the
+    others 0.
     """
     model, tokens = parts.model, before + text
     if model.refusal or model.is_alone(len(tokens)):
@@ -116,6 +130,6 @@ def warming(
     size = parts.piece_tokens or 1
     whole = tokens[: len(tokens) // size * size]
     if whole:
-        keep(prefilled, whole, parts, tenant=tenant)
+        keep(prefilled, whole, parts, tenant=tenant, is_wanted=is_wanted)
     prefilled.rows.release()
     yield len(tokens) - max(len(before), prefilled.plan.num_reused)

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 HARMLESS_SETTINGS = {
     "_from_model_config",
     "bos_token_id",
+    "cache_implementation",
     "eos_token_id",
     "max_length",
     "output_attentions",
@@ -143,8 +144,8 @@ class HFModel:
 
     @property
     def packs(self) -> bool:
-        """Whether several sequences can be computed in one forward."""
-        return not self.pack_refusal
+        """Whether several sequences, or rows in several runs, can be computed in one forward."""
+        return not (self.pack_refusal or self._bitwise)
 
     def is_alone(self, num_tokens: int) -> bool:
         """Whether a sequence of this length rotates its keys unlike shorter ones."""

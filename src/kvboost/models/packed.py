@@ -65,7 +65,7 @@ class Segment:
         self.start = self.stop = 0  # in the packed row
         self.num_before = 0  # rows at the start to which others of the forward attend as well
         self.is_appended = isinstance(positions, range) and positions.start == rows.length
-        self.num_visible = max(rows.length, max(positions) + 1)
+        self.num_visible = max(positions) + 1
         self.scattered = None
         self._past: Past | None = None
         self._patches: list[spread.Patch] = []
@@ -143,7 +143,7 @@ class Segment:
 
     def finish(self) -> None:
         """Count the rows that were written."""
-        self.rows.length = self.num_visible
+        self.rows.length = max(self._num_filled, self.num_visible)
 
 
 class AppendedRows:

@@ -34,10 +34,13 @@ def commit(
     keys: Sequence[ChunkKeys],
     space: Namespace,
     store: ChunkStore,
+    *,
+    is_wanted: bool = False,
 ) -> None:
     """Store exact chunks, which are the whole prompt from its start, under their prefix keys.
 
-    `slots` must hold their K/V and must not be written meanwhile. A last chunk that is the head of
+    `slots` must hold their K/V and must not be written meanwhile. What `is_wanted` is stored in
+    place of chunks that are more in use. A last chunk that is the head of
     a longer stored one is not stored, and a stored one that a new chunk extends is dropped.
     """
     if chunks and chunks[-1].span.stop > slots.exact_stop:
@@ -50,7 +53,7 @@ def commit(
     longer = index.extension(keys[-1].parent, chunks[-1].tokens) if chunks else None
     is_there = longer is not None and store.tiers.has_at_hand(longer.key)
     wanted = entries[:-1] if is_there else entries
-    for entry in _put_new(slots, chunks, wanted, store):
+    for entry in _put_new(slots, chunks, wanted, store, is_wanted=is_wanted):
         assert entry.parent is not None
         shorter = index.childless_head(entry.parent, entry.tokens)
         if shorter is not None and store.tiers.discard(shorter):
@@ -78,9 +81,12 @@ def _put_new(
     chunks: Sequence[Chunk],
     entries: Sequence[Entry],
     store: ChunkStore,
+    *,
+    is_wanted: bool = False,
 ) -> list[Entry]:
     """Store the entries that the store does not hold yet, and return them."""
     new: list[Entry] = []
+    held: list[FrameKey] = []  # or the later of them would be evicted for the earlier ones
     anchors_of = dict(zip(entries, _anchors_by_chunk(chunks, entries), strict=True))
     seen: set[FrameKey] = set()
     # Last chunk first: the tier forgets the oldest first, and a chunk is useless without the
@@ -92,10 +98,13 @@ def _put_new(
         try:
             with store.writing:
                 stored = store.tiers.medium.from_slots(entry, slots, chunk.span, anchors_of[entry])
-                if store.tiers.put(entry.key, stored):
+                if store.tiers.put(entry.key, stored, is_wanted=is_wanted):
                     new.append(entry)
+                    held += [entry.key] if is_wanted and store.tiers.memory.hold(entry.key) else []
         except KVBoostError as error:  # the pool is full of pinned or running K/V
             log.debug("a chunk is not stored: %s", error)
+    for key in held:
+        store.tiers.memory.release(key)
     new = [entry for entry in reversed(new) if store.tiers.holds(entry.key)]
     store.tiers.send_below(entry.key for entry in new)
     store.metrics.add("stored_chunks", len(new))

@@ -148,10 +148,10 @@ class MemoryTier:
                 del self._holds[key]
                 self._let_go(key)
 
-    def pin(self, keys: Iterable[FrameKey], ttl_s: float | None) -> int:
+    def pin(self, keys: Iterable[FrameKey], ttl_s: float | None) -> list[FrameKey]:
         """Pin those of `keys` that are here, for `ttl_s` seconds or for good.
 
-        Returns how many were pinned. Pins end by themselves.
+        Returns those that are pinned. Pins end by themselves.
         """
         until = math.inf if ttl_s is None else self._clock() + ttl_s
         with self._lock:
@@ -167,7 +167,7 @@ class MemoryTier:
         if num_bytes > MUCH_PINNED * self._budget_bytes:
             share = num_bytes / self._budget_bytes
             log.warning("pins take %.0f%% of the memory for K/V; little else stays", 100 * share)
-        return len(held)
+        return held
 
     def unpin(self, keys: Iterable[FrameKey]) -> None:
         """End the pins of keys."""

@@ -145,13 +145,14 @@ class TierStack:
         self._note_gone(gone)
         return bool(gone)
 
-    def put(self, key: FrameKey, chunk: StoredChunk) -> bool:
+    def put(self, key: FrameKey, chunk: StoredChunk, *, is_wanted: bool = False) -> bool:
         """Keep a chunk in memory; whether there was room for it.
 
-        Where tiers below work, all that is new comes in: it is on its way down.
+        What `is_wanted` comes in whatever its rank. Where tiers below work, all that is new does:
+        it is on its way down.
         """
         is_passed_on = any(guarded.tier is not None for guarded in self._below)
-        keep = self.memory.admit if is_passed_on else self.memory.put
+        keep = self.memory.admit if is_wanted or is_passed_on else self.memory.put
         gone = keep({key: chunk})
         self._note_gone(each for each in gone if each != key)
         return key not in gone
@@ -183,8 +184,11 @@ class TierStack:
         for key in new:
             shared.behind.put(key, is_chunk=False)
 
-    def pin(self, keys: Sequence[FrameKey], ttl_s: float | None) -> int:
-        """Load keys into memory and pin them, for `ttl_s` seconds or for good; returns how many."""
+    def pin(self, keys: Sequence[FrameKey], ttl_s: float | None) -> list[FrameKey]:
+        """Load keys into memory and pin them, for `ttl_s` seconds or for good.
+
+        Returns those that are pinned.
+        """
         self.get(keys)
         return self.memory.pin(keys, ttl_s)
 

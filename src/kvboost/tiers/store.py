@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -43,6 +43,7 @@ class ChunkStore:
     writing: threading.Lock = field(default_factory=threading.Lock)
     _learning: threading.Lock = field(default_factory=threading.Lock)
     epochs: Epochs = field(default_factory=Epochs)
+    num_deletions: Counter[str] = field(default_factory=Counter)  # of single texts, by tenant
     _evicted: OrderedDict[FrameKey, None] = field(default_factory=OrderedDict)
 
     def has(self, key: FrameKey) -> bool:

@@ -42,7 +42,7 @@ def ask(
     num_new: int = 1,
 ) -> GenerationResult:
     """The answer of an engine with these parts; what it stores is stored then."""
-    request = request_of(parts, tokens, reuse, **check_arguments({}, num_new))
+    request = request_of(parts, tokens, reuse, **check_arguments({}, num_new, parts.model))
     return BatchFront(parts, tokenizer, CallerThread()).run(request)
 
 

@@ -150,7 +150,9 @@ def _ask(tokens: list[int], store: ChunkStore) -> ReusePlan:
 def _keep(tokens: list[int], plan: ReusePlan, store: ChunkStore) -> None:
     exact_stop = min((span.start for span in plan.moved), default=len(tokens))
     parts, slots = _parts(store), BlankSlots(len(tokens), exact_stop)
-    prefilled: Any = SimpleNamespace(rows=slots, space=space_of("", parts), plan=plan)
+    prefilled: Any = SimpleNamespace(
+        rows=slots, space=space_of("", parts), num_deletions=0, plan=plan
+    )
     keep(prefilled, tokens, parts, tenant="")
 
 

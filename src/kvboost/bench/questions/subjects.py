@@ -78,7 +78,7 @@ class Session:
             reuse=self.parts.options.reuse,
             tenant="",
             adapter=self.parts.model.adapter,
-            arguments=check_arguments({"eos_token_id": NO_TOKEN}, num_new),
+            arguments=check_arguments({"eos_token_id": NO_TOKEN}, num_new, self.parts.model),
             started_at=now(device),
         )
         result = BatchFront(self.parts, self.tokenizer, CallerThread()).run(request)

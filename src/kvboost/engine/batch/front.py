@@ -20,7 +20,7 @@ from kvboost.engine.batch.ticket import Ticket
 from kvboost.engine.guest import (
     GuestGeneration,
     has_other_work,
-    most_new_tokens,
+    most_new_rows,
     sampling_of,
 )
 from kvboost.engine.request import Request
@@ -170,7 +170,7 @@ class BatchFront:
             sampling = None
         if sampling is None or not self._fits(request, sampling):
             guest = GuestGeneration(request, self._tokenizer, put)
-            sampling = Sampling(max_new_tokens=most_new_tokens(request, model))
+            sampling = Sampling(max_new_tokens=most_new_rows(request, model))
         listener = partial(_pass_text, put) if put is not None and guest is None else None
         ticket = self.enqueue(request, sampling, waits=True, listener=listener, guest=guest)
         reply: Future[GenerationResult] = Future()

@@ -27,15 +27,17 @@ class Promotion:
     parts: Parts
     tenant: str
     space: Namespace
+    num_deletions: int
     num_exact: int  # first tokens that are stored as exact already
     sources: Sequence[FrameKey]  # what was moved, and what was computed on top of that
 
     @property
     def is_wanted(self) -> bool:
         """Whether nothing of it was deleted or evicted since."""
-        index = self.parts.store.index
-        is_there = all(index.get(key) is not None for key in self.sources)
-        return is_there and self.space == space_of(self.tenant, self.parts)
+        store = self.parts.store
+        is_there = all(store.index.get(key) is not None for key in self.sources)
+        is_same = self.space == space_of(self.tenant, self.parts)
+        return is_there and is_same and self.num_deletions == store.num_deletions[self.tenant]
 
 
 class FollowUps:
@@ -58,7 +60,7 @@ class FollowUps:
         promotion = _promotion_of(member) if _can_promote(parts) else None
         audit = prepare_audit(request, parts, prefilled, member.terms, member.output)
         if audit is not None:
-            first = None if promotion is None else promote(promotion)
+            first = None if promotion is None else promote(promotion, is_wanted=True)
             self._add_idle(carry_out(audit, parts, first))
         elif promotion is not None:
             self._waiting.append(promotion)
@@ -95,15 +97,17 @@ def _promotion_of(member: Member) -> Promotion:
         parts=parts,
         tenant=request.tenant,
         space=prefilled.space,
+        num_deletions=prefilled.num_deletions,
         num_exact=num_at_hand(tokens, parts, request.tenant),
         sources=[*moved, *approximate],
     )
 
 
-def promote(promotion: Promotion) -> Iterator[None]:
+def promote(promotion: Promotion, *, is_wanted: bool = False) -> Iterator[None]:
     """Prefill a context exactly. Each step computes and stores some tokens, and keeps no rows.
 
     It ends when something was deleted or evicted meanwhile, could not be stored, or has no room.
+    What `is_wanted` is stored in place of chunks that are more in use.
     """
     tokens, parts, tenant = promotion.tokens, promotion.parts, promotion.tenant
     least = promotion.num_exact
@@ -113,7 +117,7 @@ def promote(promotion: Promotion) -> Iterator[None]:
         stop = min(len(tokens), num_exact + STEP_TOKENS)
         if parts.pool.room([]) < stop - (num_exact if num_exact >= LEAST_SHARED else 0):
             return
-        warm_up(tokens[:stop], parts, before=[], tenant=tenant)
+        warm_up(tokens[:stop], parts, before=[], tenant=tenant, is_wanted=is_wanted)
         parts.metrics.add("promoted_tokens", stop - num_exact, tenant=tenant)
         least = min(stop, len(tokens) - 1)
         yield
