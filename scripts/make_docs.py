@@ -182,7 +182,8 @@ def _quality_table(model: str, task: str, rows: list[dict[str, Any]]) -> str:
     ]
     lines += [
         f"| {row['encoding']} | {row['case']} | {_same_answer(row)} | {row['kl']:.4f} | "
-        f"{row['median_kl']:.4f} | {row['top1']:.3f} | {_score(row)} | {row['computed']:.2f} | {row['time_share']:.2f} |"
+        f"{row['median_kl']:.4f} | {row['top1']:.3f} | {_score(row)} | "
+        f"{row['computed']:.2f} | {row['time_share']:.2f} |"
         for row in rows
     ]
     return "\n".join([*lines, "", "</details>"])
