@@ -81,15 +81,7 @@ def warm_up(
     text: list[int], parts: Parts, *, before: list[int], tenant: str, is_wanted: bool = True
 ) -> None:
     """Compute and store what the store lacks of `text`, after `before`."""
-    steps = warming(
-        text,
-        parts,
-        before=before,
-        tenant=tenant,
-        at_once=lambda: MANY_TOKENS,
-        is_wanted=is_wanted,
-    )
-    for _ in steps:
+    for _ in warming(text, parts, before=before, tenant=tenant, is_wanted=is_wanted):
         pass
 
 
@@ -99,7 +91,7 @@ def warming(
     *,
     before: list[int],
     tenant: str,
-    at_once: Callable[[], int],
+    at_once: Callable[[], int] = lambda: MANY_TOKENS,
     prefetched: Prefetched | None = None,
     is_wanted: bool = True,
 ) -> Iterator[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -86,25 +87,26 @@ def _put_new(
 ) -> list[Entry]:
     """Store the entries that the store does not hold yet, and return them."""
     new: list[Entry] = []
-    held: list[FrameKey] = []  # or the later of them would be evicted for the earlier ones
+    memory = store.tiers.memory
     anchors_of = dict(zip(entries, _anchors_by_chunk(chunks, entries), strict=True))
     seen: set[FrameKey] = set()
     # Last chunk first: the tier forgets the oldest first, and a chunk is useless without the
     # ones before it.
-    for chunk, entry in reversed(list(zip(chunks, entries, strict=False))):
-        if entry.key in seen or store.has(entry.key):
-            continue
-        seen.add(entry.key)
-        try:
-            with store.writing:
-                stored = store.tiers.medium.from_slots(entry, slots, chunk.span, anchors_of[entry])
-                if store.tiers.put(entry.key, stored, is_wanted=is_wanted):
-                    new.append(entry)
-                    held += [entry.key] if is_wanted and store.tiers.memory.hold(entry.key) else []
-        except KVBoostError as error:  # the pool is full of pinned or running K/V
-            log.debug("a chunk is not stored: %s", error)
-    for key in held:
-        store.tiers.memory.release(key)
+    with ExitStack() as holds:  # or the later of them would be evicted for the earlier ones
+        for chunk, entry in reversed(list(zip(chunks, entries, strict=False))):
+            if entry.key in seen or store.has(entry.key):
+                continue
+            seen.add(entry.key)
+            words = anchors_of[entry]
+            try:
+                with store.writing:
+                    stored = store.tiers.medium.from_slots(entry, slots, chunk.span, words)
+                    if store.tiers.put(entry.key, stored, is_wanted=is_wanted):
+                        new.append(entry)
+                        if is_wanted and memory.hold(entry.key):
+                            holds.callback(memory.release, entry.key)
+            except KVBoostError as error:  # the pool is full of pinned or running K/V
+                log.debug("a chunk is not stored: %s", error)
     new = [entry for entry in reversed(new) if store.tiers.holds(entry.key)]
     store.tiers.send_below(entry.key for entry in new)
     store.metrics.add("stored_chunks", len(new))
