@@ -75,6 +75,12 @@ def test_lines_without_a_time_are_of_the_time_before_them(tmp_path: Path) -> Non
     assert [each.at_s for each in read(path)] == pytest.approx([0, 0, 0.001, 0.002], abs=1e-6)
 
 
+def test_any_unit_of_time_is_a_number(tmp_path: Path) -> None:
+    for now in (1.7e12, 1.7e15, 1.7e18):
+        path = log_of(tmp_path, [traced(n, timestamp=int(now) + n) for n in range(3)])
+        assert len(list(read(path))) == 3
+
+
 def test_times_never_fall(tmp_path: Path) -> None:
     path = log_of(tmp_path, [traced(1, timestamp=ms) for ms in (1000, 3000, 2000, 4000)])
     assert [request.at_s for request in read(path)] == [0, 2, 2, 3]

@@ -7,6 +7,7 @@ import pytest
 from fake_vllm import (
     BLOCK_IDS,
     CHUNK_SIZE,
+    MODEL,
     MOVED_AT,
     MOVED_STOP,
     PREFIX,
@@ -14,13 +15,14 @@ from fake_vllm import (
     admit,
     admitted,
     all_saves,
+    changes_of,
     knowing,
     moved_prompt,
     scheduler_side,
 )
 from fakes import words
 from kvboost.config import Options
-from kvboost.connectors.vllm.messages import Save
+from kvboost.connectors.vllm.messages import Facts, Save
 from kvboost.reuse.lookup import LEAST_TOKENS
 from kvboost.tiers.epochs import epoch_key
 
@@ -131,3 +133,19 @@ def test_a_save_names_the_epoch_in_which_its_rows_were_computed() -> None:
     side.finish(request)
     (save,) = all_saves(side)
     assert (save.tenant, save.epoch) == ("b", 0)
+
+
+def test_rows_that_were_loaded_keep_their_epoch_when_vllm_allocates_again() -> None:
+    side = scheduler_side()
+    changes = tuple(changes_of(PREFIX, "b"))
+    side.learn([Facts(MODEL, "", "", must_prefetch=False, changes=changes)])
+    request = FakeRequest("r", PREFIX + words(50), cache_salt="b")
+    assert admit(side, request) == (len(PREFIX), True)
+    side.step({}, {}, ())
+    side._choice.epochs.learn(epoch_key("b"), 1)
+    side.loaded(["r"])
+    request.num_computed_tokens = len(PREFIX)
+    side.allocated(request, 0)
+    request.answer([7, 8, 9])
+    side.finish(request)
+    assert [save.epoch for save in all_saves(side)] == [0]

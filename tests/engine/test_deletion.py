@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from kvboost import KVBoost
 from kvboost.codecs.frame import write
 from kvboost.codecs.raw import RawCodec
 from kvboost.core import Entry, FrameKey, MatchKind, Namespace, PrefixKey, Provenance, Span
+from kvboost.engine import contents, prefill
 from kvboost.errors import TierUnavailable
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
@@ -144,6 +146,57 @@ def test_nothing_of_a_request_that_runs_while_its_text_is_deleted_is_stored(
         ticket.result(WAIT_S)
         engine.flush()
         assert cached(engine, SECRET, **ALICE) == 0
+
+
+@pytest.mark.parametrize("moment", ["fill", "commit"])
+def test_a_text_deleted_beside_a_request_takes_nothing_else_with_it(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the request begins, after the deletion has; and while it is being stored."""
+    system, user = words(160, seed=8), words(48, seed=9)
+    with engine_of() as engine:
+        engine.warm(system, pin=True)
+        engine.generate(SECRET, 1)
+        engine.flush()
+        commit, room = prefill.commit, prefill._room_beside
+        look_below, others = contents.prefetch, list[threading.Thread]()
+        is_filled, is_deleted = threading.Event(), threading.Event()
+
+        def delete() -> None:
+            engine.contents.delete(SECRET, tenant="")
+            is_deleted.set()
+
+        def ask() -> None:
+            engine.generate([*SECRET, *user] if moment == "fill" else [*system, *user], 1)
+
+        def beside(work: Callable[[], None]) -> None:
+            if not others:
+                others.append(threading.Thread(target=work))
+                others[0].start()
+
+        def commit_late(*given: Any, **how: Any) -> list[FrameKey]:
+            new = commit(*given, **how)
+            beside(delete)
+            assert is_deleted.wait(WAIT_S)
+            return new
+
+        def look_late(*given: Any) -> Any:
+            beside(ask)
+            assert is_filled.wait(WAIT_S)
+            return look_below(*given)
+
+        def room_late(*given: Any) -> Any:
+            is_filled.set()
+            return room(*given)
+
+        monkeypatch.setattr(prefill, "commit", commit_late)
+        monkeypatch.setattr(prefill, "_room_beside", room_late)
+        monkeypatch.setattr(contents, "prefetch", look_late)
+        (delete if moment == "fill" else ask)()
+        others[0].join(WAIT_S)
+        engine.flush()
+        assert engine.cache_stats()["pinned_chunks"] == 10
+        assert cached(engine, system) == 160 and cached(engine, SECRET) == 0
 
 
 def test_a_disk_forgets_for_good(tmp_path: Path) -> None:

@@ -150,9 +150,11 @@ def test_a_key_is_neither_shown_nor_sent_broken(capsys: pytest.CaptureFixture[st
     with serving(Engine()) as url:
         assert run(url, key="sk-secret\n", light=True).ok
         assert probe(url, "--key", "sk-sécret") == 1
+        assert probe(url, "--other-key", "sk-sécret", "--light") == 1
         assert probe(url.replace("//", "//me:sk-secret@")) == 1
     shown = capsys.readouterr()
     assert "secret" not in shown.out + shown.err and "cret" not in shown.err
+    assert shown.err.count("characters that no key has") == 2
     assert probe("http://127.0.0.1:99999/v1") == 1
 
 

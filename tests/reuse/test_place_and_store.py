@@ -173,3 +173,12 @@ def test_a_lack_of_memory_costs_no_stored_chunk(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(torch.OutOfMemoryError):
         store.assemble(tokens, target)
     assert store.memory.holds(first)
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_of_a_text_that_is_too_long_for_memory_the_beginning_stays(is_wanted: bool) -> None:
+    store, tokens = Store(10 * (8 * GEOMETRY.bytes_per_token + 320)), list(range(160))
+    chunks = split(tokens, 8)
+    keys = derive(chunks, SPACE)
+    commit(FakeSlots(160), chunks, keys, SPACE, store.all, is_wanted=is_wanted)
+    assert [store.memory.holds(key.prefix) for key in keys] == [True] * 10 + [False] * 10

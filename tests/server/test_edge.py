@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
 import threading
 import time
@@ -162,6 +163,28 @@ def test_an_offer_of_http_2_costs_no_body(pause_s: float) -> None:
         assert client.recv(1000).endswith(b"\r\n\r\n19")
         client.sendall(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
         assert said(client).endswith(b"\r\n\r\n0")
+
+
+def test_an_offer_in_two_pieces_costs_no_body() -> None:
+    head = b"POST / HTTP/1.1\r\nUpgrade: h2c\r\nConnection: Upgrade\r\nContent-Length: 5\r\n\r\n"
+    first = head.index(b"Upgrade")
+    with serving() as server:
+        for cut in range(first - 2, first + 14):
+            client = server.connect(head[:cut])
+            time.sleep(0.03)
+            client.sendall(head[cut:] + b"hello")
+            assert client.recv(1000).endswith(b"\r\n\r\n5"), cut
+
+
+def test_answers_that_nobody_reads_count_as_connections() -> None:
+    ask = b"GET /large HTTP/1.1\r\nConnection: close\r\n\r\n"
+    with serving(connections=16) as server:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(60):
+            with suppress(OSError):
+                server.connect(ask, SO_RCVBUF=4096)
+            time.sleep(0.02)
+        assert len(os.listdir("/proc/self/fd")) - before - len(server.clients) <= 20
 
 
 def test_a_burst_of_connections_stays_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

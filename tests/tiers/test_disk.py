@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,57 @@ def test_what_is_being_read_is_not_overwritten(folder: Folder) -> None:
         put(tier, number)
     assert all(bytes(held[key]) == bytes_of(int.from_bytes(key, "little")) for key in held)
     assert tier.holds(key_of(299)) and on_disk(folder.path) <= MIB + BLOCK_BYTES
+
+
+def in_segments(folder: Folder, number: int) -> bool:
+    """Whether a frame's bytes are in a file, wherever."""
+    part = bytes_of(number)[-200:-100]
+    return any(part in path.read_bytes() for path in folder.path.glob("segment-*"))
+
+
+def test_an_erasure_that_waits_for_a_reader_spares_what_is_stored_meanwhile(folder: Folder) -> None:
+    tier = folder.open()
+    put(tier, 0, 1)
+    view = tier.get([key_of(1)])
+    for _ in range(2):
+        with pytest.raises(TierUnavailable, match="being read"):
+            tier.erase([key_of(0)], [])
+        put(tier, 0)
+    tier.discard([key_of(0)])  # later than the erasure, which need not wait for this one's bytes
+    put(tier, 2)
+    del view
+    tier.erase([key_of(0)], [])
+    assert tier.holds(key_of(2)) and tier._unwiped == {}
+
+
+def test_an_erasure_is_not_done_while_the_folder_is_away(folder: Folder) -> None:
+    tier = folder.open()
+    put(tier, 0)
+    away = folder.path.with_name("away")
+    folder.path.rename(away)
+    with pytest.raises(TierUnavailable):
+        tier.erase([key_of(0)], [])
+    away.rename(folder.path)
+    tier.erase([key_of(0)], [])
+    assert not in_segments(folder, 0)
+
+
+def test_an_erasure_writes_on_after_a_short_write(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, write = folder.open(), os.pwrite
+    put(tier, 0)
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, bytes(data)[:4096], at))
+    tier.erase([key_of(0)], [])
+    assert not in_segments(folder, 0)
+
+
+def test_an_erasure_spares_a_frame_that_a_damaged_record_lies_in(folder: Folder) -> None:
+    tier = folder.open()
+    put(tier, 0)
+    tier._set(key_of(1), replace(tier._locations[key_of(0)], offset=4096, num_bytes=4000))
+    tier.erase([key_of(2)], [])
+    assert bytes(tier.get([key_of(0)])[key_of(0)]) == bytes_of(0)
 
 
 def test_a_frame_of_most_of_a_segment_has_room_beside_what_moves(folder: Folder) -> None:

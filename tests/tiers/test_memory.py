@@ -210,7 +210,7 @@ def test_chunks_whose_pins_and_holds_have_ended_can_be_evicted_again(
         if kind < 2:
             tier.pin([key], ttl_s=2 + 50 * kind)
         elif kind == 2:
-            tier.unpin([key])
+            tier.erase([key])
         elif kind == 3 and tier.hold(key):
             tier.put({numbered(99): owned(1)})
             tier.release(key)

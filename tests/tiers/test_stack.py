@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from kvboost.tiers import guarded
 from kvboost.tiers import store as store_module
 from kvboost.tiers.base import StoredChunk, Tier
 from kvboost.tiers.behind import FIRST_PAUSE_S, WriteBehind
-from kvboost.tiers.epochs import Erasure
+from kvboost.tiers.disk.tier import DiskTier
 from kvboost.tiers.guarded import PROBE
 from kvboost.tiers.stack import Opener
 from kvboost.tiers.store import ChunkStore
@@ -453,9 +454,6 @@ class Nowhere:
     def left(self, keys: Sequence[FrameKey]) -> None:
         pass
 
-    def erased(self, erasure: Erasure) -> None:
-        pass
-
 
 def write(behind: WriteBehind, name: bytes) -> None:
     behind.put(PrefixKey(name))
@@ -550,6 +548,78 @@ def test_what_is_deleted_while_it_is_loaded_stays_deleted(
         assert not any(store.tiers.memory.holds(key) for key in keys)
         assert not any(store.index.get(key) for key in keys)
         assert shared.num_chunks == 0
+
+
+def test_deletions_of_other_text_stop_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = FaultyTier()
+    with opened(shared) as writer:
+        keys = keep(writer, list(range(80)))
+        assert writer.tiers.flush(5)
+    with opened(shared) as store:
+        load = store.tiers.medium.from_frame
+
+        def from_frame(frame: memoryview) -> StoredChunk:
+            store.delete([PrefixKey(b"other".ljust(32))])
+            return load(frame)
+
+        monkeypatch.setattr(store.tiers.medium, "from_frame", from_frame)
+        assert len(fetch(store, keys)) == len(keys)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_what_a_tier_has_not_erased_yet_is_not_loaded_from_it(
+    monkeypatch: pytest.MonkeyPatch, *, everything: bool
+) -> None:
+    shared = FaultyTier()
+    with opened(shared) as writer:
+        keys = keep(writer, list(range(80)))
+        assert writer.tiers.flush(5)
+    with opened(shared) as store:
+        erase, goes_on = shared.erase, threading.Event()
+        monkeypatch.setattr(shared, "erase", lambda *whose: goes_on.wait(5) and erase(*whose))
+        if everything:  # of which this process knows nothing
+            store.delete_all("", store.tiers.patience())
+        else:
+            fetch(store, keys)
+            store.delete(keys)
+        store.prefetch(keys, store.tiers.patience())
+        assert store.tiers.pin(keys, None) == []
+        goes_on.set()
+        assert store.tiers.not_erased(5) == [] and store.tiers.get(keys) == {}
+        assert shared.num_chunks == 0
+
+
+def test_a_disk_that_opens_late_is_told_of_a_deletion_elsewhere(tmp_path: Path) -> None:
+    shared, tokens, is_locked = FaultyTier(), list(range(80)), [False]
+    chunks, space = split(tokens, SIZE), namespace(b"model", "alice", None)
+
+    def open_disk() -> Tier:
+        if is_locked:
+            raise TierUnavailable("in use")
+        return DiskTier(tmp_path, 8 << 20)
+
+    @contextmanager
+    def with_disk() -> Iterator[ChunkStore]:
+        store = store_of()
+        store.tiers.add_below(Opener("disk", open_disk, 0.5), store.adopt)
+        store.tiers.add_below(Opener("redis", lambda: shared), store.adopt)
+        yield store
+        store.tiers.close()
+
+    is_locked.clear()
+    with with_disk() as store:
+        commit(FakeSlots(80), chunks, derive(chunks, space), space, store)
+        assert store.tiers.flush(5)
+    with opened(shared) as elsewhere:
+        elsewhere.delete_all("alice", elsewhere.tiers.patience())
+        assert elsewhere.tiers.not_erased(5) == []
+    is_locked.append(True)
+    with with_disk() as store:
+        store.refresh("alice", store.tiers.patience())
+        is_locked.clear()
+        wait_until(lambda: store.tiers.stats()["disk"]["is_up"])
+        assert store.tiers.not_erased(5) == []
+        assert store.tiers.stats()["disk"]["num_entries"] == 0
 
 
 def test_what_was_stored_after_a_deletion_elsewhere_is_erased_once_that_is_known() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
 import threading
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvboost.codecs.frame import FrameError, check
-from kvboost.core import PrefixKey
+from kvboost.core import Owner, PrefixKey
 from kvboost.errors import TierUnavailable
 from kvboost.tiers.disk.folder import LOCK_NAME, SEGMENTS, log_path
 from kvboost.tiers.disk.tier import DiskTier
@@ -107,7 +107,7 @@ class Liar:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         self.num_sent = 0
-        self.is_cut_off = threading.Event()
+        self.is_cut_off, self._is_closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -119,18 +119,18 @@ class Liar:
 
     def _answer(self, client: socket.socket) -> None:
         with suppress(OSError), client:
-            while b"GET" not in (command := client.recv(65536)):
+            while not re.search(b"GET|SCAN", command := client.recv(65536)):
                 if not command:
                     return
                 client.sendall(b"+OK\r\n" * command.count(b"*"))
             client.sendall(self._head)
-            while True:
+            while not self._is_closed.wait(self._pause_s):
                 client.sendall(self._piece)
                 self.num_sent += len(self._piece)
-                time.sleep(self._pause_s)
         self.is_cut_off.set()
 
     def close(self) -> None:
+        self._is_closed.set()
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._thread.join()
@@ -207,6 +207,27 @@ def test_any_other_reply_is_a_fault_or_no_frame(liar: Callable[..., Liar], lie: 
     _, most_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most_bytes < 2 * MIB
+    tier.close()
+
+
+def test_names_are_no_numbers(liar: Callable[..., Liar]) -> None:
+    server = liar(b"*2\r\n$1\r\n0\r\n*1\r\n:2000000000\r\n", b"", 0.05)
+    tier = RedisTier(f"redis://127.0.0.1:{server.port}", timeout_s=0.3)
+    with pytest.raises(TierUnavailable, match="expected bytes"):
+        tier.erase([], [Owner(bytes(16))])
+    tier.close()
+
+
+def test_a_list_of_large_values_is_given_up(liar: Callable[..., Liar]) -> None:
+    server = liar(b"*65536\r\n", b"$%d\r\n%b\r\n" % (MIB, bytes(MIB)), 0.0)
+    tier = RedisTier(f"redis://127.0.0.1:{server.port}", timeout_s=30, largest_bytes=MIB)
+    tracemalloc.start()
+    with suppress(TierUnavailable):
+        assert tier.get([KEY]) == {}
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert server.is_cut_off.wait(30)
+    assert most_bytes < 24 * MIB
     tier.close()
 
 

@@ -33,7 +33,7 @@ FEW_BROKEN = 3
 BROKEN_RATIO = 0.01
 STANDARD_INPUT = 0
 READ_BYTES = 1 << 18
-LATEST = 1e15  # of times, in whatever unit
+LATEST = 1e20  # of times, in whatever unit
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # ids count up from 0; names are spread over all numbers
 
 Names = npt.NDArray[np.uint64]

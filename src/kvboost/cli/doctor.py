@@ -42,7 +42,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def _doctor(options: argparse.Namespace) -> int:
     if not 0 < options.seconds < 1e6:
-        options.fail(f"--seconds={options.seconds}: expected a number above 0")
+        options.fail(f"--seconds={options.seconds}: expected a number above 0, and below a million")
     if options.vllm:
         return _vllm(options)
     if not options.model:

@@ -99,6 +99,7 @@ class Contents:
         else:
             store.num_deletions[tenant] += 1
             num_deleted = sum(self._delete_text(tokens, tenant, p) for p in self._parts.variants)
+            store.num_deletions[tenant] += 1  # for requests that have begun meanwhile
         return Deletion(num_deleted, tuple(store.tiers.not_erased(ERASING_S)))
 
     def _delete_text(self, tokens: list[int], tenant: str, parts: Parts) -> int:

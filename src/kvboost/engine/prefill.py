@@ -332,20 +332,17 @@ def keep(
     num_deletions = prefilled.num_deletions
     if space != space_of(tenant, parts) or store.num_deletions[tenant] != num_deletions:
         return
-    exact, stored = tokens[: rows.exact_stop], set[FrameKey]()
+    exact, new = tokens[: rows.exact_stop], list[FrameKey]()
     if exact:
         chunks = _split(exact, parts)
-        keys = derive(chunks, space)
-        commit(rows, chunks, keys, space, store, is_wanted=is_wanted)
-        stored.update(key.prefix for key in keys)
+        new += commit(rows, chunks, derive(chunks, space), space, store, is_wanted=is_wanted)
     if rows.exact_stop < len(tokens):
         for live, names in approximate_chunks(prefilled, tokens, parts):
-            commit_approximate(rows, live, names, space, store)
-            stored.update(names)
+            new += commit_approximate(rows, live, names, space, store)
     if space != space_of(tenant, parts):  # deleted meanwhile
         store.delete(store.index.owned_by([Owner(space[:OWNER_BYTES])]))
     elif store.num_deletions[tenant] != num_deletions:
-        store.delete(stored)
+        store.delete(new)
 
 
 def approximate_chunks(

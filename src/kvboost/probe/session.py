@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvboost.config import key_header
 from kvboost.errors import ConfigError, KVBoostError
 from kvboost.probe.client import (
     BUSY,
@@ -81,6 +82,7 @@ def run(  # noqa: PLR0913
         raise ConfigError("before and after are two runs: pass one of them")
     if other_key and salt:
         raise ConfigError("other_key and salt are two checks: pass one of them")
+    key_header(other_key)  # or raise before anything is sent
     size = LIGHT if light else WHOLE
     size = replace(size, load=size.load if load is None else load)
     started = time.monotonic()

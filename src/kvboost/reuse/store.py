@@ -37,12 +37,13 @@ def commit(
     store: ChunkStore,
     *,
     is_wanted: bool = False,
-) -> None:
+) -> list[FrameKey]:
     """Store exact chunks, which are the whole prompt from its start, under their prefix keys.
 
     `slots` must hold their K/V and must not be written meanwhile. What `is_wanted` is stored in
-    place of chunks that are more in use. A last chunk that is the head of
-    a longer stored one is not stored, and a stored one that a new chunk extends is dropped.
+    place of chunks that are more in use, if it takes at most half of memory. A last chunk that is
+    the head of a longer stored one is not stored, and a stored one that a new chunk extends is
+    dropped. Returns the new keys.
     """
     if chunks and chunks[-1].span.stop > slots.exact_stop:
         raise ValueError("approximate K/V must not be stored under a prefix key")
@@ -54,11 +55,13 @@ def commit(
     longer = index.extension(keys[-1].parent, chunks[-1].tokens) if chunks else None
     is_there = longer is not None and store.tiers.has_at_hand(longer.key)
     wanted = entries[:-1] if is_there else entries
-    for entry in _put_new(slots, chunks, wanted, store, is_wanted=is_wanted):
+    new = _put_new(slots, chunks, wanted, store, is_wanted=is_wanted)
+    for entry in new:
         assert entry.parent is not None
         shorter = index.childless_head(entry.parent, entry.tokens)
         if shorter is not None and store.tiers.discard(shorter):
             index.remove(shorter)
+    return [entry.key for entry in new]
 
 
 def commit_approximate(
@@ -67,14 +70,17 @@ def commit_approximate(
     keys: Sequence[ContentKey],
     space: Namespace,
     store: ChunkStore,
-) -> None:
-    """Store chunks that were computed one after another on top of moved K/V, by their content."""
+) -> list[FrameKey]:
+    """Store chunks that were computed one after another on top of moved K/V, by their content.
+
+    Returns the new keys.
+    """
     parents = [None, *keys[:-1]]
     entries = [
         Entry(chunk.tokens, Provenance.APPROXIMATE, None, key, parent, chunk.span.start, space)
         for chunk, key, parent in zip(chunks, keys, parents, strict=True)
     ]
-    _put_new(slots, chunks, entries, store)
+    return [entry.key for entry in _put_new(slots, chunks, entries, store)]
 
 
 def _put_new(
@@ -88,25 +94,29 @@ def _put_new(
     """Store the entries that the store does not hold yet, and return them."""
     new: list[Entry] = []
     memory = store.tiers.memory
+    most_bytes = memory.stats().budget_bytes // 2
     anchors_of = dict(zip(entries, _anchors_by_chunk(chunks, entries), strict=True))
-    seen: set[FrameKey] = set()
+    pairs = zip(chunks, entries, strict=False)
+    missing = {entry.key: (chunk, entry) for chunk, entry in pairs if not store.has(entry.key)}
+    num_tokens = sum(len(chunk.span) for chunk, _ in missing.values())
     # Last chunk first: the tier forgets the oldest first, and a chunk is useless without the
     # ones before it.
     with ExitStack() as holds:  # or the later of them would be evicted for the earlier ones
-        for chunk, entry in reversed(list(zip(chunks, entries, strict=False))):
-            if entry.key in seen or store.has(entry.key):
-                continue
-            seen.add(entry.key)
+        for chunk, entry in reversed(missing.values()):
             words = anchors_of[entry]
             try:
                 with store.writing:
                     stored = store.tiers.medium.from_slots(entry, slots, chunk.span, words)
+                    is_wanted &= stored.nbytes * num_tokens <= most_bytes * len(chunk.span)
                     if store.tiers.put(entry.key, stored, is_wanted=is_wanted):
                         new.append(entry)
-                        if is_wanted and memory.hold(entry.key):
+                        is_wanted = is_wanted and memory.hold(entry.key)
+                        if is_wanted:
                             holds.callback(memory.release, entry.key)
             except KVBoostError as error:  # the pool is full of pinned or running K/V
                 log.debug("a chunk is not stored: %s", error)
+            if not is_wanted:
+                holds.close()
     new = [entry for entry in reversed(new) if store.tiers.holds(entry.key)]
     store.tiers.send_below(entry.key for entry in new)
     store.metrics.add("stored_chunks", len(new))

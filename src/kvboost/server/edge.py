@@ -66,12 +66,6 @@ def protocol(limits: Limits) -> type[asyncio.Protocol]:
     return cast("type[asyncio.Protocol]", partial(Connection, limits))
 
 
-def _without_h2c(data: bytes) -> bytes:
-    """A head whose offer of HTTP/2 has another name; it is declined by not taking it."""
-    head, end, rest = data.partition(b"\r\n\r\n")
-    return OFFER.sub(b"x-offer:", head) + end + rest
-
-
 def end_unread(bound: socket.socket, timeout_s: float) -> None:
     """Let the kernel close connections whose peer reads nothing for this long."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -90,6 +84,8 @@ class Connection(HttpToolsProtocol):
         self.since = self.loop.time()  # of the phase, or of the last piece of a body
         self._phase_since = self.since
         self._refusal = (400, "")
+        self._unfinished = b""  # line of a head
+        self.is_aborted = False
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     @property
@@ -102,10 +98,12 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._check_later("slow", self._limits.timeout_s, self._check_pace)
         connections = cast("set[Connection]", self.connections)
-        alive = [each for each in connections if not each.transport.is_closing()]
+        alive = [each for each in connections if not each.is_aborted]
         if len(alive) > self._limits.connections:
             waiting = [each for each in alive if not each.is_answering]
-            min(waiting, key=lambda each: each.since).transport.abort()
+            longest = min(waiting, key=lambda each: each.since)
+            longest.is_aborted = True
+            longest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timers."""
@@ -125,11 +123,18 @@ class Connection(HttpToolsProtocol):
             self._take(bytes(view[:size]))
             view = view[size:]
 
+    def _without_h2c(self, data: bytes) -> bytes:
+        """Whole lines of a head; an offer of HTTP/2 is declined by giving it another name."""
+        head, end, rest = (self._unfinished + data).partition(b"\r\n\r\n")
+        at = head.rfind(b"\r") if not end else -1
+        head, self._unfinished = (head, b"") if at < 0 else (head[:at], head[at:])
+        return OFFER.sub(b"x-offer:", head) + end + rest
+
     def _take(self, data: bytes) -> None:
         phase, self.since = self._phase, self.loop.time()
         self._phase_bytes += len(data)
         if phase == "head":
-            data = _without_h2c(data)
+            data = self._without_h2c(data)
         super().data_received(data)
         if self.transport.is_closing():
             return

@@ -34,9 +34,6 @@ class Source(Protocol):
     def left(self, keys: Sequence[FrameKey]) -> None:
         """Keys were evicted from the tier."""
 
-    def erased(self, erasure: Erasure) -> None:
-        """The tier has erased all of it."""
-
 
 @dataclass(frozen=True)
 class _Job:
@@ -106,6 +103,11 @@ class WriteBehind:
             self._num_erasures += 1
         self._add(erasure)
 
+    def pending(self) -> list[Erasure]:
+        """What is still to be erased."""
+        with self._changed:
+            return [*self._owed, *(job for job in self._jobs if isinstance(job, Erasure))]
+
     def wait_until_erased(self, timeout_s: float) -> bool:
         """Wait until nothing is left to erase; returns whether that is the case."""
         with self._changed:
@@ -167,7 +169,6 @@ class WriteBehind:
                 self._erase_pause_s = min(2 * self._erase_pause_s, LONGEST_PAUSE_S)
                 return
             self._erase_pause_s = FIRST_PAUSE_S
-            self._source.erased(erasure)
             with self._changed:
                 self._owed.remove(erasure)
                 self._raised.discard(erasure)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 
 from kvboost.codecs.frame import OWNER_BYTES
-from kvboost.core import ContentKey, FrameKey, Owner
+from kvboost.core import ContentKey, Entry, FrameKey, Owner
 
 MOST_PAST = 64  # past epochs to erase frames of
 
@@ -29,6 +29,10 @@ class Erasure:
     owners: frozenset[Owner] = frozenset()
     epoch: tuple[FrameKey, int] | None = None
     outdated: Callable[[int], object] = lambda _: None
+
+    def covers(self, entry: Entry) -> bool:
+        """Whether it erases this entry's frame."""
+        return entry.key in self.keys or entry.space[:OWNER_BYTES] in self.owners
 
 
 @dataclass

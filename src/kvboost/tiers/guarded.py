@@ -146,6 +146,11 @@ class GuardedTier:
         """Whether only this process writes the tier, which then knows what it holds."""
         return isinstance(self._tier, OwnTier)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes use it, which is not known before it is open."""
+        return self._tier is not None and not self.is_own
+
     def holds(self, key: FrameKey) -> bool:
         """Whether `key` is known to be here, though the tier may be down now."""
         tier = self._tier

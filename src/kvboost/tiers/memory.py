@@ -169,12 +169,11 @@ class MemoryTier:
             log.warning("pins take %.0f%% of the memory for K/V; little else stays", 100 * share)
         return held
 
-    def unpin(self, keys: Iterable[FrameKey]) -> None:
-        """End the pins of keys."""
+    def erase(self, keys: Iterable[FrameKey]) -> None:
+        """Forget keys, pinned or not."""
         with self._lock:
             for key in keys:
-                self._pinned_until.pop(key, None)
-                self._let_go(key)
+                self._drop(key)
 
     def stats(self) -> TierStats:
         """Sizes now."""

@@ -49,6 +49,7 @@ _SENT_BYTES = 256 << 10
 _LONGEST_LINE = 4096
 _MOST_ITEMS = 1 << 16  # of a list: SCAN returns about as many as it is asked for
 _MOST_LISTS = 2  # in one another
+_LISTED_BYTES = 16 << 20  # of short strings, beside a value
 _LEAST_BYTES_PER_S = 1 << 20  # below, a reply is given up
 _JOINED_BYTES = 16 << 10  # a smaller piece is copied to its neighbours: a system call costs more
 
@@ -146,11 +147,11 @@ class RedisTier(Tier):
                 scan = (b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % _KEYS_PER_UNLINK)
                 connection.send_packed_command(_wire([scan]))
                 cursor, found = connection.read_response()
-                names = [bytes(name) for name in found]
+                names = [_bytes(name) for name in found]
                 first, last = b"%d" % OWNER_AT, b"%d" % (OWNER_AT + OWNER_BYTES - 1)
                 asked = [(b"GETRANGE", name, first, last) for name in names]
                 connection.send_packed_command(_wire(asked))
-                whose = [bytes(self._value(connection)) for _ in names]
+                whose = [_bytes(self._value(connection)) for _ in names]
             gone = [name for name, each in zip(names, whose, strict=True) if each in owners]
             self.discard(PrefixKey(name[len(self._prefix) :]) for name in gone)
             if cursor == b"0":
@@ -220,6 +221,12 @@ class RedisTier(Tier):
                 self._pool.release(connection)
 
 
+def _bytes(value: object) -> bytes:
+    if not isinstance(value, bytes | bytearray):
+        raise TypeError(f"expected bytes from Redis, got {type(value)}")
+    return bytes(value)
+
+
 def _batches(
     frames: Mapping[FrameKey, memoryview],
 ) -> Iterator[list[tuple[FrameKey, memoryview]]]:
@@ -271,7 +278,7 @@ class _Replies:
         """`came` is told of bytes of large values as they arrive."""
         self._most_bytes, self._came = most_bytes, came
         self._most_s = timeout_s + most_bytes / _LEAST_BYTES_PER_S
-        self._until = 0.0
+        self._until, self._left_bytes = 0.0, 0  # of a reply
         self._sock: Any = None
         self._unread = bytearray()
 
@@ -292,6 +299,7 @@ class _Replies:
     def read_response(self, *_: Any, **__: Any) -> Any:
         """The next reply; errors are returned, but for those that end the connection."""
         self._until = time.monotonic() + self._most_s
+        self._left_bytes = self._most_bytes + _LISTED_BYTES
         return self._reply(_MOST_LISTS)
 
     def _reply(self, num_lists: int) -> Any:
@@ -313,9 +321,10 @@ class _Replies:
             return number
         if number == -1 and kind in b"$*":
             return None
-        if kind == b"$" and number > self._most_bytes:
+        if kind == b"$" and number > min(self._most_bytes, self._left_bytes):
             raise _TooLarge(f"a value of {number} bytes")
         if kind == b"$" and number >= 0:
+            self._left_bytes -= number
             return self._string(number)
         if kind == b"*" and 0 <= number <= _MOST_ITEMS and num_lists:
             return [self._reply(num_lists - 1) for _ in range(number)]

@@ -62,7 +62,8 @@ class TierStack:
         self._lock = threading.Lock()
         self._notes: dict[FrameKey, memoryview] = {}
         self._gone: list[FrameKey] = []
-        self._erasing, self._num_erasures = threading.Lock(), 0
+        self._erasing = threading.Lock()
+        self._met: dict[GuardedTier, list[Erasure]] = {}  # by a load that is under way
 
     def add_below(self, opener: Opener, opened: Callable[[Tier], Iterator[None]]) -> None:
         """Add a tier at the bottom, and wait a while until its contents are indexed.
@@ -207,11 +208,13 @@ class TierStack:
         `is_told` says that another process has them erased from the shared tiers, but for those
         that this one has stored since.
         """
-        self.memory.unpin(erasure.keys)
-        self._discard_now(erasure)
-        for guarded in self._below:
-            is_whole = guarded.is_own or not is_told
-            guarded.behind.erase(erasure if is_whole else Erasure(erasure.keys))
+        with self._erasing:
+            for met in self._met.values():
+                met.append(erasure)
+            for guarded in self._below:
+                is_whole = not (is_told and guarded.is_shared)
+                guarded.behind.erase(erasure if is_whole else Erasure(erasure.keys))
+            self.memory.erase(erasure.keys)
 
     def epoch(self, key: FrameKey, patience: Patience) -> int | None:
         """The epoch in the shared tier; None if that does not answer."""
@@ -296,7 +299,8 @@ class TierStack:
         """One batch of a tier at a time: its frames are beyond the budget until they are copied."""
         if not guarded.loading.acquire(timeout=min(patience.left_s, threading.TIMEOUT_MAX)):
             return {}
-        num_erasures = self._num_erasures
+        with self._erasing:
+            met = self._met[guarded] = guarded.behind.pending()
         try:
             frames = guarded.get(keys, patience, check)
             guarded.count(len(keys), len(frames))
@@ -307,8 +311,8 @@ class TierStack:
                     chunks |= islice(copied, LOADED_TOGETHER)
             self._metrics.add("loaded_chunks", len(chunks))
             with self._erasing:
-                if num_erasures != self._num_erasures:  # what was read may have been deleted
-                    return {}
+                for erasure in met:  # what the tier has not erased yet, or had not when it was read
+                    chunks = {k: c for k, c in chunks.items() if not erasure.covers(c.entry)}
                 # The last one first, so that it is the first to leave.
                 for key, chunk in reversed(chunks.items()):
                     self._note_gone(self.memory.admit({key: chunk}))
@@ -316,6 +320,8 @@ class TierStack:
                         held.append(key)
             return chunks
         finally:
+            with self._erasing:
+                del self._met[guarded]
             guarded.loading.release()
 
     def _copied(
@@ -356,17 +362,6 @@ class TierStack:
     def left(self, keys: Sequence[FrameKey]) -> None:
         """Keys were evicted from a tier."""
         self._note_gone(keys)
-
-    def erased(self, erasure: Erasure) -> None:
-        """Forget in memory what was loaded before a tier had erased it."""
-        self._note_gone(filter(self.memory.holds, erasure.keys))
-        self._discard_now(erasure)
-
-    def _discard_now(self, erasure: Erasure) -> None:
-        """Also what is being loaded at this moment."""
-        with self._erasing:
-            self._num_erasures += 1
-            self.memory.discard(erasure.keys)
 
     def _shared(self) -> GuardedTier | None:
         """The first shared tier, if it works."""

@@ -178,7 +178,9 @@ class SchedulerSide:
         known = self._known.get(request.request_id)
         if known is None:
             return
-        known.prompt, known.epoch = None, self._choice.epochs.of(known.tenant)
+        known.prompt = None
+        if not known.was_loaded:  # else its first rows may be from before a deletion
+            known.epoch = self._choice.epochs.of(known.tenant)
         if known.to_load is None or num_external == 0:
             return
         (start, stop, plan), tokens = known.to_load, list(request.all_token_ids)

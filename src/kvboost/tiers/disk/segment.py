@@ -6,8 +6,9 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -102,14 +103,14 @@ class Segment:
         except FileNotFoundError:
             self.make()
             file = self.files[self.path].fileno()
-        while data:
-            num_written = os.pwrite(file, data, offset)
-            data, offset = data[num_written:], offset + num_written
+        _write_all(file, offset, data)
 
     def owned_by(
         self, owners: Collection[Owner], locations: Mapping[FrameKey, Location]
     ) -> list[FrameKey]:
-        """The keys of the frames that belong to some owners."""
+        """The keys of the frames that belong to some owners; all if the file was deleted."""
+        if self._is_deleted:
+            return list(locations)
         with FileIO(self.path, opener=open_own) as file:  # not ours, which others use and close
             heads = {
                 key: os.pread(file.fileno(), HEAD_BYTES, location.offset)
@@ -117,25 +118,53 @@ class Segment:
             }
         return [key for key, head in heads.items() if owner_of(memoryview(head)) in owners]
 
-    def leftovers(self, live: Iterable[Location]) -> list[Span]:
+    def leftovers(self, live: Iterable[Location], within: Sequence[Span]) -> list[Span]:
         """Parts outside of live frames in which there is anything."""
-        found, end = [], 0
+        if self._is_deleted:
+            return []
         places = sorted((each.offset, each.offset + each.num_bytes) for each in live)
         with FileIO(self.path, opener=open_own) as file:
-            for start, stop in [*places, (self.size_bytes, self.size_bytes)]:
-                for offset in range(end, start, SLICE_BYTES):
-                    piece = os.pread(file.fileno(), min(SLICE_BYTES, start - offset), offset)
-                    if piece.count(0) < len(piece):
-                        found.append(Span(offset, offset + len(piece)))
-                end = stop
-        return found
+            slices = (
+                (offset, os.pread(file.fileno(), min(SLICE_BYTES, gap.stop - offset), offset))
+                for gap in _outside(places, within)
+                for offset in range(gap.start, gap.stop, SLICE_BYTES)
+            )
+            return [
+                Span(offset, offset + len(piece))
+                for offset, piece in slices
+                if piece.count(0) < len(piece)
+            ]
 
-    def wipe(self, spans: Iterable[Span]) -> None:
+    @property
+    def _is_deleted(self) -> bool:
+        """Whether somebody has deleted the file, rather than moved the folder away."""
+        return self.path.parent.exists() and not self.path.exists()
+
+    def wipe(self, spans: Sequence[Span]) -> None:
         """Overwrite parts of the file with zeros, for good."""
+        if not spans:
+            return
         with FileIO(self.path, "r+", opener=open_own) as file:
             for span in spans:
-                os.pwrite(file.fileno(), bytes(len(span)), span.start)
+                _write_all(file.fileno(), span.start, memoryview(bytes(len(span))))
             os.fsync(file.fileno())
+
+
+def _outside(places: Iterable[tuple[int, int]], spans: Sequence[Span]) -> Iterator[Span]:
+    """The parts of spans between places; both are sorted."""
+    end = 0
+    for start, stop in (*places, (sys.maxsize, sys.maxsize)):
+        for span in spans:
+            first, last = max(span.start, end), min(span.stop, start)
+            if first < last:
+                yield Span(first, last)
+        end = max(end, stop)
+
+
+def _write_all(file: int, offset: int, data: memoryview) -> None:
+    while data:
+        num_written = os.pwrite(file, data, offset)
+        data, offset = data[num_written:], offset + num_written
 
 
 def _map(file: int, num_bytes: int) -> npt.NDArray[np.uint8]:

@@ -6,11 +6,11 @@ import errno
 import logging
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 from kvboost.codecs.frame import MAX_HEAD_BYTES, FrameError, Head, check, read
-from kvboost.core import FrameKey, Owner
+from kvboost.core import FrameKey, Owner, Span
 from kvboost.errors import TierUnavailable
 from kvboost.tiers.base import OwnTier, TierStats
 from kvboost.tiers.disk.folder import (
@@ -79,6 +79,8 @@ class DiskTier(OwnTier):
         self.num_unreadable = 0  # records of the index, or frames that they lead to
         self._left: list[FrameKey] = []  # evicted, and not yet reported
         self._epochs: dict[FrameKey, int] = {}
+        self._begun: tuple[Collection[FrameKey], Collection[Owner]] | None = None  # erasure
+        self._unwiped: dict[int, Sequence[Span]] = {}  # by segment: what it has left to overwrite
         self._is_log_stuck = False  # it could not be shortened
         with unavailable_on_error():
             make_folder(folder)
@@ -138,26 +140,38 @@ class DiskTier(OwnTier):
         Raises:
             TierUnavailable: somebody reads from a file; what lies in others is erased.
         """
-        self.discard(keys)
-        in_use = 0
-        for segment in list(self._segments.values()):
-            with unavailable_on_error(), suppress(FileNotFoundError):  # deleted by somebody
-                with self._lock:
-                    live = {key: self._locations[key] for key in segment.keys}
-                theirs = segment.owned_by(owners, live) if owners else []
-                self.discard(theirs)
-                with self._lock:
-                    live = {key: self._locations[key] for key in segment.keys}
-                    is_read = segment.is_read
-                leftovers = segment.leftovers(live.values())
-                if leftovers and is_read:
-                    in_use += 1
-                elif leftovers:
-                    segment.wipe(leftovers)
+        if self._begun != (keys, owners):
+            self.discard(keys)
+            for segment in list(self._segments.values()) if owners else ():
+                self.discard(self._owned(segment, owners))
+            self._unwiped = {each: [Span(0, self._segment_bytes)] for each in self._segments}
+            self._begun = (keys, owners)
+        for number, spans in list(self._unwiped.items()):
+            self._wipe(number, spans)
         with unavailable_on_error():
             self._log.sync()
-        if in_use:
-            raise TierUnavailable(f"{self._folder}: {in_use} segments are being read")
+        if self._unwiped:
+            raise TierUnavailable(f"{self._folder}: {len(self._unwiped)} segments are being read")
+        self._begun = None
+
+    def _owned(self, segment: Segment, owners: Collection[Owner]) -> list[FrameKey]:
+        with unavailable_on_error():
+            with self._lock:
+                live = {key: self._locations[key] for key in segment.keys}
+            return segment.owned_by(owners, live)
+
+    def _wipe(self, number: int, spans: Sequence[Span]) -> None:
+        """Overwrite what is left in a segment, unless somebody reads from it."""
+        segment = self._segments[number]
+        with unavailable_on_error():
+            with self._lock:
+                live, is_read = [self._locations[key] for key in segment.keys], segment.is_read
+            leftovers = segment.leftovers(live, spans)
+            if leftovers and is_read:
+                self._unwiped[number] = leftovers  # what others drop meanwhile is their matter
+            else:
+                segment.wipe(leftovers)
+                del self._unwiped[number]
 
     def epoch(self, key: FrameKey) -> int:
         """The epoch in the log."""
