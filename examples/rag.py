@@ -35,8 +35,8 @@ ASKED = (
 
 QUALITY = """Moved text is approximate, so outputs can differ.
 In 7 runs over 163 prompts (models up to 1.5B, bf16 or fp32, default repair), 90 to 98 % of output
-tokens agree with a full prefill (top-1, by run), mean KL divergence is 0.010 to 0.081, and 74 of 163
-outputs are identical."""
+tokens agree with a full prefill (top-1, by run), mean KL divergence is 0.010 to 0.081, and 74 of
+163 outputs are identical."""
 
 
 def run(engine: KVBoost, trial: Trial) -> None:

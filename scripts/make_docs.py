@@ -174,14 +174,16 @@ def _speed_table(rows: list[dict[str, Any]]) -> str:
 def _quality_table(model: str, task: str, rows: list[dict[str, Any]]) -> str:
     first = rows[0]
     lines = [
-        f"<details><summary>{model} {first['dtype']}, {task}: {first['prompts']} prompts of "
+        f"<details><summary>{model} {first['dtype']}, {task}: prompts of "
         f"{first['prompt_tokens']:.0f} tokens, full prefill {first['full_s']:.1f} s</summary>",
         "",
-        "| stored by | repair | same answer | KL | median | top-1 | F1 (full) | computed | time |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| stored by | repair | prompts | same answer | KL | median | top-1 | F1 (full) | "
+        "computed | time |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {row['encoding']} | {row['case']} | {_same_answer(row)} | {row['kl']:.4f} | "
+        f"| {row['encoding']} | {row['case']} | {row['prompts']} | {_same_answer(row)} | "
+        f"{row['kl']:.4f} | "
         f"{row['median_kl']:.4f} | {row['top1']:.3f} | {_score(row)} | "
         f"{row['computed']:.2f} | {row['time_share']:.2f} |"
         for row in rows

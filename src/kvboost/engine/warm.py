@@ -97,7 +97,7 @@ def warming(
 ) -> Iterator[int]:
     """Compute and store what the store lacks of `text`, after `before`, in steps.
 
-    What `is_wanted` is stored in place of chunks that are more in use. A step computes as many
+    With `is_wanted`, what is stored replaces chunks that are used more. A step computes as many
     tokens as `at_once` says. The last step yields how many tokens of the text were computed, the
     others 0.
     """

@@ -21,7 +21,7 @@ BUSY = (429, 503)
 LONGEST_PAUSE_S = 5.0  # before a busy server is asked once more
 TIMEOUT_S = 60.0
 MOST_EVENTS = 50  # of a stream, for each token that was asked for
-HUNG = 10  # times the slowest answer before it, and at least
+HUNG = 10  # times as long as the slowest answer so far: it will not come any more
 LEAST_HUNG_S = 5.0
 
 

@@ -40,10 +40,10 @@ def commit(
 ) -> list[FrameKey]:
     """Store exact chunks, which are the whole prompt from its start, under their prefix keys.
 
-    `slots` must hold their K/V and must not be written meanwhile. What `is_wanted` is stored in
-    place of chunks that are more in use, if it takes at most half of memory. A last chunk that is
-    the head of a longer stored one is not stored, and a stored one that a new chunk extends is
-    dropped. Returns the new keys.
+    `slots` must hold their K/V and must not be written meanwhile. With `is_wanted`, chunks
+    replace others that are used more, if all of them take at most half of memory. A last chunk
+    that is the head of a longer stored one is not stored, and a stored one that a new chunk extends
+    is dropped. Returns the new keys.
     """
     if chunks and chunks[-1].span.stop > slots.exact_stop:
         raise ValueError("approximate K/V must not be stored under a prefix key")
@@ -100,8 +100,8 @@ def _put_new(
     missing = {entry.key: (chunk, entry) for chunk, entry in pairs if not store.has(entry.key)}
     num_tokens = sum(len(chunk.span) for chunk, _ in missing.values())
     # Last chunk first: the tier forgets the oldest first, and a chunk is useless without the
-    # ones before it.
-    with ExitStack() as holds:  # or the later of them would be evicted for the earlier ones
+    # ones before it. What is wanted is held until all is in, or it would be evicted for the rest.
+    with ExitStack() as holds:
         for chunk, entry in reversed(missing.values()):
             words = anchors_of[entry]
             try:

@@ -261,7 +261,7 @@ class ChatBody(Sampled):
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         for name, value in (("tools", tools), ("response_format", schema)):
             if not is_writable(value):
-                raise wrong(name, f"{name}: numbers or characters that JSON in UTF-8 does not have")
+                raise wrong(name, f"{name}: JSON has no infinite numbers and no broken characters")
             if len(json.dumps(value)) > MOST_SCHEMA_BYTES:
                 what = "tools" if name == "tools" else "the JSON schema"
                 raise wrong(name, f"{what}: more than {MOST_SCHEMA_BYTES} bytes of JSON")

@@ -45,7 +45,12 @@ SPARE = 1.1  # of the context: the end of a piece may split in another way than 
 LEAST_TOP_P = 1e-6  # the most likely token always stays
 # A template is a program, whose variables come from clients.
 TEMPLATE_FAULTS = (
-    *(TemplateError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError),
+    TemplateError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
 )
 
 

@@ -106,6 +106,8 @@ class WriteBehind:
     def pending(self) -> list[Erasure]:
         """What is still to be erased."""
         with self._changed:
+            if not self._num_erasures:  # as nearly always; many writes may wait
+                return []
             return [*self._owed, *(job for job in self._jobs if isinstance(job, Erasure))]
 
     def wait_until_erased(self, timeout_s: float) -> bool:

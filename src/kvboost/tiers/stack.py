@@ -63,7 +63,8 @@ class TierStack:
         self._notes: dict[FrameKey, memoryview] = {}
         self._gone: list[FrameKey] = []
         self._erasing = threading.Lock()
-        self._met: dict[GuardedTier, list[Erasure]] = {}  # by a load that is under way
+        # For each tier that is being loaded from: what it may still deliver although deleted.
+        self._not_to_load: dict[GuardedTier, list[Erasure]] = {}
 
     def add_below(self, opener: Opener, opened: Callable[[Tier], Iterator[None]]) -> None:
         """Add a tier at the bottom, and wait a while until its contents are indexed.
@@ -149,8 +150,8 @@ class TierStack:
     def put(self, key: FrameKey, chunk: StoredChunk, *, is_wanted: bool = False) -> bool:
         """Keep a chunk in memory; whether there was room for it.
 
-        What `is_wanted` comes in whatever its rank. Where tiers below work, all that is new does:
-        it is on its way down.
+        With `is_wanted`, it replaces chunks of a higher rank. So does everything new where tiers
+        below work: it is on its way down.
         """
         is_passed_on = any(guarded.tier is not None for guarded in self._below)
         keep = self.memory.admit if is_wanted or is_passed_on else self.memory.put
@@ -209,8 +210,8 @@ class TierStack:
         that this one has stored since.
         """
         with self._erasing:
-            for met in self._met.values():
-                met.append(erasure)
+            for erasures in self._not_to_load.values():
+                erasures.append(erasure)
             for guarded in self._below:
                 is_whole = not (is_told and guarded.is_shared)
                 guarded.behind.erase(erasure if is_whole else Erasure(erasure.keys))
@@ -300,7 +301,7 @@ class TierStack:
         if not guarded.loading.acquire(timeout=min(patience.left_s, threading.TIMEOUT_MAX)):
             return {}
         with self._erasing:
-            met = self._met[guarded] = guarded.behind.pending()
+            erasures = self._not_to_load[guarded] = guarded.behind.pending()
         try:
             frames = guarded.get(keys, patience, check)
             guarded.count(len(keys), len(frames))
@@ -311,7 +312,7 @@ class TierStack:
                     chunks |= islice(copied, LOADED_TOGETHER)
             self._metrics.add("loaded_chunks", len(chunks))
             with self._erasing:
-                for erasure in met:  # what the tier has not erased yet, or had not when it was read
+                for erasure in erasures:
                     chunks = {k: c for k, c in chunks.items() if not erasure.covers(c.entry)}
                 # The last one first, so that it is the first to leave.
                 for key, chunk in reversed(chunks.items()):
@@ -321,7 +322,7 @@ class TierStack:
             return chunks
         finally:
             with self._erasing:
-                del self._met[guarded]
+                del self._not_to_load[guarded]
             guarded.loading.release()
 
     def _copied(

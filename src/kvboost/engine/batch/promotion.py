@@ -107,7 +107,7 @@ def promote(promotion: Promotion, *, is_wanted: bool = False) -> Iterator[None]:
     """Prefill a context exactly. Each step computes and stores some tokens, and keeps no rows.
 
     It ends when something was deleted or evicted meanwhile, could not be stored, or has no room.
-    What `is_wanted` is stored in place of chunks that are more in use.
+    With `is_wanted`, what is stored replaces chunks that are used more.
     """
     tokens, parts, tenant = promotion.tokens, promotion.parts, promotion.tenant
     least = promotion.num_exact

@@ -79,8 +79,8 @@ class DiskTier(OwnTier):
         self.num_unreadable = 0  # records of the index, or frames that they lead to
         self._left: list[FrameKey] = []  # evicted, and not yet reported
         self._epochs: dict[FrameKey, int] = {}
-        self._begun: tuple[Collection[FrameKey], Collection[Owner]] | None = None  # erasure
-        self._unwiped: dict[int, Sequence[Span]] = {}  # by segment: what it has left to overwrite
+        self._erasing: tuple[Collection[FrameKey], Collection[Owner]] | None = None
+        self._unwiped: dict[int, Sequence[Span]] = {}  # by segment; of this erasure
         self._is_log_stuck = False  # it could not be shortened
         with unavailable_on_error():
             make_folder(folder)
@@ -140,19 +140,19 @@ class DiskTier(OwnTier):
         Raises:
             TierUnavailable: somebody reads from a file; what lies in others is erased.
         """
-        if self._begun != (keys, owners):
+        if self._erasing != (keys, owners):
             self.discard(keys)
             for segment in list(self._segments.values()) if owners else ():
                 self.discard(self._owned(segment, owners))
             self._unwiped = {each: [Span(0, self._segment_bytes)] for each in self._segments}
-            self._begun = (keys, owners)
+            self._erasing = (keys, owners)
         for number, spans in list(self._unwiped.items()):
             self._wipe(number, spans)
         with unavailable_on_error():
             self._log.sync()
         if self._unwiped:
             raise TierUnavailable(f"{self._folder}: {len(self._unwiped)} segments are being read")
-        self._begun = None
+        self._erasing = None
 
     def _owned(self, segment: Segment, owners: Collection[Owner]) -> list[FrameKey]:
         with unavailable_on_error():
@@ -168,7 +168,7 @@ class DiskTier(OwnTier):
                 live, is_read = [self._locations[key] for key in segment.keys], segment.is_read
             leftovers = segment.leftovers(live, spans)
             if leftovers and is_read:
-                self._unwiped[number] = leftovers  # what others drop meanwhile is their matter
+                self._unwiped[number] = leftovers  # and nothing that is dropped later
             else:
                 segment.wipe(leftovers)
                 del self._unwiped[number]
