@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from email.message import Message
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ class KVBoostServer:
         self.kill()
         pytest.fail(f"the server did not start: {self.log.read_text()[-2000:]}")
 
-    @property
+    @cached_property
     def model(self) -> str:
         """Its name for clients."""
         name: str = self._get("/v1/models")["data"][0]["id"]

@@ -108,6 +108,18 @@ def test_of_a_prompt_that_memory_cannot_hold_the_beginning_is_loaded() -> None:
         assert len(store.index) == sum(held)
 
 
+def test_loading_the_rest_of_a_prompt_does_not_evict_its_start() -> None:
+    shared = FaultyTier()
+    keys = filled(shared, list(range(64)))
+    with opened(shared, budget_bytes=10 * FRAME_BYTES) as store:
+        store.prefetch(keys[:4], store.tiers.patience(), in_order=True)
+        others = keep(store, list(range(1000, 1040)))
+        assert store.tiers.flush(5)  # writing holds chunks, too
+        assert all(store.tiers.memory.holds(key) for key in [*keys[:4], *others])
+        store.prefetch(keys, store.tiers.patience(), in_order=True)
+        assert all(store.tiers.memory.holds(key) for key in keys)
+
+
 def test_text_of_others_is_found_by_its_words() -> None:
     shared, document = FaultyTier(), list(range(1000, 1400))
     with opened(shared) as first, opened(shared) as second:

@@ -258,7 +258,8 @@ def prefetch(tokens: Sequence[int], parts: Parts, terms: Terms) -> Prefetched:
         store.prefetch_prefix(keys, patience)
         if terms.reuse == "auto":
             known = find(chunks, keys, store.index).num_reused
-            store.prefetch_moved(np.asarray(tokens[known:], dtype="<u4"), space, patience)
+            with store.tiers.memory.holding(key.prefix for key in keys):
+                store.prefetch_moved(np.asarray(tokens[known:], dtype="<u4"), space, patience)
     found = look_up(tokens, parts, terms).matches
     store.tiers.get(list(dict.fromkeys(match.key for match in found)), patience, prefetched.held)
     return prefetched

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvboost.codecs.frame import OWNER_BYTES
@@ -147,6 +148,16 @@ class MemoryTier:
                     del self._on_hold_of[hold.owner]
                 del self._holds[key]
                 self._let_go(key)
+
+    @contextmanager
+    def holding(self, keys: Iterable[FrameKey]) -> Iterator[None]:
+        """Hold those of `keys` that are here now for as long as the block runs."""
+        held = [key for key in keys if self.hold(key)]
+        try:
+            yield
+        finally:
+            for key in held:
+                self.release(key)
 
     def pin(self, keys: Iterable[FrameKey], ttl_s: float | None) -> list[FrameKey]:
         """Pin those of `keys` that are here, for `ttl_s` seconds or for good.

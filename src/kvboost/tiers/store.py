@@ -132,8 +132,9 @@ class ChunkStore:
         `in_order` says that a chunk is of no use unless all before it were found.
         """
         wanted = [key for key in keys if not self.tiers.has_at_hand(key)]
-        for chunk in self.tiers.load(wanted, patience, in_order=in_order).values():
-            self._learn(chunk)
+        with self.tiers.memory.holding(keys):  # or loading the rest would evict them
+            for chunk in self.tiers.load(wanted, patience, in_order=in_order).values():
+                self._learn(chunk)
 
     def prefetch_prefix(self, keys: Sequence[ChunkKeys], patience: Patience) -> None:
         """Load a prompt's chunks, and one that begins like the first missing one."""

@@ -224,7 +224,8 @@ class WorkerSide:
             if prefetch.reuse == "auto":
                 known = find(chunks, keys, self._index).num_reused
                 rest = np.asarray(prefetch.tokens[known:], dtype="<u4")
-                self._store.prefetch_moved(rest, space, patience)
+                with self._store.tiers.memory.holding(key.prefix for key in keys):
+                    self._store.prefetch_moved(rest, space, patience)
         except Exception:
             log.exception("the chunks of a prompt could not be prefetched")
         finally:
