@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import GEOMETRY, FakeModel, FakeSlots, store_of
-from kvboost.core import PrefixKey, ReusePlan, Span
+from kvboost.core import ContentKey, PrefixKey, Provenance, ReusePlan, Span
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace
 from kvboost.reuse.lookup import find
@@ -73,6 +73,20 @@ def test_a_frame_of_other_tokens_history_or_position_is_a_miss_and_discarded(
     assert placed.plan.num_reused == 8 and placed.lost == (second,)
     assert store.metrics.snapshot()["damaged_frames"] == 1
     assert not store.memory.holds(second)
+
+
+def test_approximate_rows_under_a_prefix_key_are_a_miss_and_discarded() -> None:
+    store, tokens, target = Store(), list(range(30)), FakeSlots(30, seed=2)
+    store.commit(tokens, FakeSlots(30, seed=1))
+    plan = store.find(tokens)
+    chunks = dict(store.all.tiers.get([match.key for match in plan.matches]))
+    first = plan.matches[0].key
+    said = {"provenance": Provenance.APPROXIMATE, "prefix": None, "content": ContentKey(first)}
+    entry = replace(chunks[first].entry, **said)
+    chunks[first] = SimpleNamespace(entry=entry, kv=chunks[first].kv)
+    placed = assemble(plan, tokens, target, FakeModel(), store.all, SPACE, chunks)
+    assert placed.plan.num_reused == 0 and placed.lost == (first,)
+    assert not store.memory.holds(first)
 
 
 def test_a_frame_that_cannot_be_placed_is_a_miss_and_discarded(

@@ -26,7 +26,7 @@ NUM_PROMPTS, LENGTH = 8, 60
 LONGEST_S = 10.0  # far beyond a busy machine's worst moment: a frame that holds everybody up
 TRIES, DISCARDED_WITHIN_S = 10, 2.0
 EDGES = (0, 1, 2**7, 2**8 - 1, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1)
-SEALED_AT = frame.HEAD_BYTES - 8
+PROVENANCE_AT, SEALED_AT = 7, frame.HEAD_BYTES - 8
 
 
 def forge(honest: bytes, chance: random.Random) -> bytes:
@@ -36,18 +36,20 @@ def forge(honest: bytes, chance: random.Random) -> bytes:
     """
     forged, payload = bytearray(honest), frame.read(memoryview(honest)).payload
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
-        kind = chance.randrange(5)
+        kind = chance.randrange(6)
         if kind == 0:  # a count, a length or a position
             at = chance.choice(range(8, 28, 4))
             struct.pack_into("<I", forged, at, chance.choice(EDGES) % 2**32)
         elif kind == 1:
             struct.pack_into("<Q", forged, 28, chance.choice(EDGES) % 2**64)
         elif kind == 2:  # anything in the head, keys and tokens with it
-            forged[chance.randrange(4, payload.start)] = chance.randrange(256)
+            forged[chance.randrange(4, min(payload.start, len(forged)))] = chance.randrange(256)
         elif kind == 3:
             del forged[chance.randrange(frame.HEAD_BYTES + 64, len(honest)) :]
-        else:
+        elif kind == 4:
             forged += chance.randbytes(chance.randrange(1, 200))
+        else:
+            forged[PROVENANCE_AT] ^= 1  # exact K/V calls itself approximate
     start = min(int.from_bytes(forged[8:12], "little"), len(forged))
     struct.pack_into("<Q", forged, SEALED_AT - 8, xxh3_64_intdigest(bytes(forged[start:])))
     head = bytes(forged[:start])

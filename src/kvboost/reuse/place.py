@@ -19,6 +19,7 @@ from kvboost.core import (
     Match,
     MatchKind,
     Namespace,
+    Provenance,
     ReusePlan,
     prefix_key,
 )
@@ -94,7 +95,7 @@ def _place(
         return False
     try:
         if not is_what_it_says(chunk, match, tokens):
-            raise FrameError("it has other tokens, another history or position than its key says")
+            raise FrameError("its tokens, history, position or kind are not those of its key")
         kv = [part[:, :, match.offset : match.offset + len(match.span)] for part in chunk.kv()]
         slots.write(match.span, kv)
     except (MemoryError, torch.OutOfMemoryError):  # not the chunk's fault
@@ -108,7 +109,7 @@ def _place(
 
 
 def is_what_it_says(chunk: StoredChunk, match: Match, tokens: Sequence[int]) -> bool:
-    """Whether a chunk has a match's tokens and, if exact, its history."""
+    """Whether a chunk has a match's tokens; for an exact match, is exact with its history, too."""
     here = np.asarray(tokens[match.span.start : match.span.stop], "<u4").tobytes()
     entry, first = chunk.entry, match.offset * TOKEN_BYTES
     if entry.tokens[first : first + len(here)] != here:
@@ -116,7 +117,8 @@ def is_what_it_says(chunk: StoredChunk, match: Match, tokens: Sequence[int]) -> 
     if match.kind is not MatchKind.EXACT:
         return True
     is_named = entry.parent is not None and prefix_key(entry.parent, entry.tokens) == match.key
-    return is_named and entry.home == match.span.start - match.offset
+    is_exact = entry.provenance is Provenance.EXACT
+    return is_exact and is_named and entry.home == match.span.start - match.offset
 
 
 def _as_stored(match: Match, entry: Entry, before: Match | None) -> Match:
