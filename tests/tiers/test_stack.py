@@ -527,9 +527,7 @@ def test_what_is_deleted_while_it_is_loaded_stays_deleted(
     monkeypatch: pytest.MonkeyPatch, *, is_erased_first: bool
 ) -> None:
     shared = FaultyTier()
-    with opened(shared) as writer:
-        keys = keep(writer, list(range(80)))
-        assert writer.tiers.flush(5)
+    keys = filled(shared, list(range(80)))
     is_reading, goes_on, goes_on_erasing = (threading.Event() for _ in range(3))
     with opened(shared) as store:
         load, erase = store.tiers.medium.from_frame, shared.erase
@@ -564,9 +562,7 @@ def test_what_is_deleted_while_it_is_loaded_stays_deleted(
 
 def test_deletions_of_other_text_stop_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = FaultyTier()
-    with opened(shared) as writer:
-        keys = keep(writer, list(range(80)))
-        assert writer.tiers.flush(5)
+    keys = filled(shared, list(range(80)))
     with opened(shared) as store:
         load = store.tiers.medium.from_frame
 
@@ -583,9 +579,7 @@ def test_what_a_tier_has_not_erased_yet_is_not_loaded_from_it(
     monkeypatch: pytest.MonkeyPatch, *, everything: bool
 ) -> None:
     shared = FaultyTier()
-    with opened(shared) as writer:
-        keys = keep(writer, list(range(80)))
-        assert writer.tiers.flush(5)
+    keys = filled(shared, list(range(80)))
     with opened(shared) as store:
         erase, goes_on = shared.erase, threading.Event()
         monkeypatch.setattr(shared, "erase", lambda *whose: goes_on.wait(5) and erase(*whose))

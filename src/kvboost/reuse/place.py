@@ -109,7 +109,7 @@ def _place(
 
 
 def is_what_it_says(chunk: StoredChunk, match: Match, tokens: Sequence[int]) -> bool:
-    """Whether a chunk has a match's tokens; for an exact match, is exact with its history, too."""
+    """Whether a chunk has a match's tokens; for an exact match, exact K/V and its history too."""
     here = np.asarray(tokens[match.span.start : match.span.stop], "<u4").tobytes()
     entry, first = chunk.entry, match.offset * TOKEN_BYTES
     if entry.tokens[first : first + len(here)] != here:
