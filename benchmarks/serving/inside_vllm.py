@@ -9,6 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.material import dtype_name, engine_of, stream, tokenizer
-from benchmarks.common.measure import Row, median_ms, median_ratio
+from benchmarks.common.measure import Row, median_ms, median_ratio, turns
 from benchmarks.common.tasks import TASKS, Item, f1, items, prompt
 from benchmarks.serving.vllm_server import VllmServer
 from kvboost.bench.statistics import interval
 
 MOST_NEW = 24
+OVERLOAD_NEW = 8
 Start = Callable[[dict[str, Any] | None], VllmServer]
 SETTLE_S = 2.0  # before what is timed: the other server may still be writing
 VERDICT = re.compile(r"audit: mean KL ([\d.]+), top-1 ([\d.]+)")
@@ -29,12 +31,16 @@ VERDICT = re.compile(r"audit: mean KL ([\d.]+), top-1 ([\d.]+)")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm-python", required=True, help="a Python that has vLLM installed")
-    parser.add_argument("--parts", nargs="+", default=["exact", "moved"], help="exact texts moved")
+    parser.add_argument(
+        "--parts", nargs="+", default=["exact", "moved"], help="exact texts moved overload"
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 2000])
     parser.add_argument("--task", choices=TASKS, default="pages")
     parser.add_argument("--data", type=Path, help="folder of the public data sets")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--documents", type=int, default=6)
+    parser.add_argument("--clients", type=int, default=16, help="of `overload`, without a pause")
+    parser.add_argument("--repeats", type=float, default=0.25, help="of `overload`: their share")
     parser.add_argument("--arguments", nargs="*", default=[], help="more arguments for vLLM")
 
 
@@ -49,7 +55,8 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
             dtype = dtype_name(options)
             return VllmServer(*names, connector=connector, dtype=dtype, arguments=more)
 
-        for name, part in {"exact": _exact, "texts": _texts, "moved": _moved}.items():
+        parts = {"exact": _exact, "texts": _texts, "moved": _moved, "overload": _overload}
+        for name, part in parts.items():
             if name in options.parts:
                 yield from part(start, words, options)
 
@@ -202,6 +209,63 @@ def _moved_by_engine(made: Sequence[Item], words: Any, options: argparse.Namespa
         "engine_last_kl": audits["mean_kl"],  # mean of the last 16 audits
         **_scored("engine_", scores, full_scores),
     }
+
+
+def _overload(start: Start, words: Any, options: argparse.Namespace) -> list[Row]:
+    """Requests faster than they can be prefilled; some repeat a prompt that was sent before."""
+    length, sides = options.lengths[0], ("vllm", "connector", "off")
+    taken: dict[str, list[list[float]]] = {side: [] for side in sides}
+
+    def load(server: VllmServer, side: str, seed: int) -> None:
+        chance = random.Random(seed)
+        asked: list[list[int]] = []
+        for number in range(options.prompts):
+            is_new = not asked or chance.random() >= options.repeats
+            asked.append(stream(words, length, seed + number) if is_new else chance.choice(asked))
+        reuse = "off" if side == "off" else None
+        first_s = [0.0] * len(asked)
+
+        def ask(number: int) -> None:
+            first_s[number], _ = server.stream(asked[number], OVERLOAD_NEW, reuse)
+
+        started = time.perf_counter()
+        with ThreadPoolExecutor(options.clients) as clients:
+            list(clients.map(ask, range(len(asked))))
+        all_s = time.perf_counter() - started
+        taken[side].append([all_s, *np.percentile(first_s, [50, 95])])
+        print(f"overload {side}: {all_s:.1f} s", flush=True)
+
+    with start(None) as alone, start({}) as ours:
+        for server in (alone, ours):
+            server.complete(stream(words, 600, 10**6))
+        for number, side in turns(sides, options.rounds):
+            time.sleep(SETTLE_S)
+            # Prompts of their own: no side finds what another has stored.
+            seed = 10**4 * (len(sides) * number + sides.index(side))
+            load(alone if side == "vllm" else ours, side, seed)
+    return [
+        {
+            "part": "overload",
+            "what": side,
+            "measured": measured,
+            "clients": options.clients,
+            "requests": options.prompts,
+            "tokens": length,
+            "repeats": options.repeats,
+            "rounds": options.rounds,
+            "s": round(statistics.median(ours_s), 3),
+            "vllm_s": round(statistics.median(vllm_s), 3),
+            "ratio": median_ratio(ours_s, vllm_s),
+            "ratio_interval": interval(np.divide(ours_s, vllm_s), np.median),
+        }
+        for side in sides[1:]
+        for measured, ours_s, vllm_s in zip(
+            ("all", "first token p50", "first token p95"),
+            zip(*taken[side], strict=True),
+            zip(*taken["vllm"], strict=True),
+            strict=True,
+        )
+    ]
 
 
 def _scored(who: str, scores: list[float], full_scores: list[float]) -> Row:

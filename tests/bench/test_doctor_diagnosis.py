@@ -228,10 +228,16 @@ def test_a_tier_that_needs_longer_than_the_deadline_gets_another_one(visit: Visi
 
 def test_a_password_is_left_out_and_that_is_told(visit: Visit) -> None:
     visit = replace(visit, tiers=(*visit.tiers, TierSpeed("redis", 1e9, 1e9)))
-    secret = settings(visit, redis="redis://:secret@h:1?ttl_s=9")
-    assert "secret" not in str(secret)
+    secret = settings(visit, redis="redis://:pa55@h:1?ttl_s=9")
+    assert "pa55" not in str(secret)
     assert [each.value for each in secret if "left out" in each.why] == ["redis://h:1"]
     assert "left out" not in str(settings(visit, redis="redis://h:1"))
+
+
+def test_the_need_of_a_secret_is_told(visit: Visit) -> None:
+    visit = replace(visit, tiers=(*visit.tiers, TierSpeed("redis", 1e9, 1e9)))
+    assert "cache_secret" in str(settings(visit, redis="redis://h"))
+    assert "cache_secret" not in str(settings(visit))
 
 
 def test_a_tier_that_fails_is_a_warning_and_no_advice(visit: Visit) -> None:

@@ -29,7 +29,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     flags.add_model(parser, is_required=False)
     text = "a running vLLM instead of a model (its --api-key as KVBOOST_VLLM_KEY)"
     parser.add_argument("--vllm", metavar="URL", help=text)
-    flags.add_tiers(parser)
+    flags.add_tiers(parser, reads=False)
     parser.add_argument(
         "--seconds",
         type=float,

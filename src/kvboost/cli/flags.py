@@ -75,11 +75,12 @@ def add_reuse(parser: argparse.ArgumentParser, choices: tuple[str, ...] | None =
     _add(parser, "reuse", text, default="exact", type=_one_of(modes), choices=modes)
 
 
-def add_tiers(parser: argparse.ArgumentParser) -> None:
-    """Flags for tiers that outlive the process."""
+def add_tiers(parser: argparse.ArgumentParser, *, reads: bool = True) -> None:
+    """Flags for tiers that outlive the process; a secret where stored K/V is read."""
     _add(parser, "disk_cache_dir", _help_of("disk_cache_dir"), metavar="FOLDER")
     _add(parser, "cache_url", _help_of("cache_url"), metavar="URL")
-    _add(parser, "cache_secret", _help_of("cache_secret"), metavar="SECRET")
+    if reads:
+        _add(parser, "cache_secret", _help_of("cache_secret"), metavar="SECRET")
 
 
 def add_answer(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:

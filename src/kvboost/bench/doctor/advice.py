@@ -16,6 +16,7 @@ DISK_SHARE = 0.5
 PACKING_GAIN = 0.9
 DEADLINE_TOKENS = 4096  # that shall come from a tier in time
 DEADLINE_MARGIN = 2
+UNSIGNED = "; without a cache_secret, whoever can write there can change answers"
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _below(visit: Visit, disk_dir: str | None, redis: str | None) -> Iterator[Se
             yield Setting("max_disk_bytes", size_bytes, why)
     if shared is not None and redis is not None and _is_worth(visit, shared):
         used.append(shared)
-        address, why = shown(redis), _against_prefill(visit, shared)
+        address, why = shown(redis), _against_prefill(visit, shared) + UNSIGNED
         if address != redis:
             why += "; password and options were left out here: add them"
         yield Setting("cache_url", address, why)
