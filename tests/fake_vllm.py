@@ -14,7 +14,7 @@ import torch
 from fakes import words
 from kvboost.build import build_repairs
 from kvboost.config import Options
-from kvboost.connectors.vllm.blocks import BlockRows, PagedCache
+from kvboost.connectors.vllm.blocks import CODES, BlockRows, PagedCache
 from kvboost.connectors.vllm.messages import Change, Facts, Load, Save, StepWork
 from kvboost.connectors.vllm.scheduler_side import SchedulerSide
 from kvboost.connectors.vllm.worker_side import Agree, WorkerSide
@@ -125,10 +125,24 @@ class FakeLayer:
     """An attention layer of vLLM, as far as its blocks go."""
 
     def __init__(
-        self, kv_cache: torch.Tensor, put: PutRows, heads: int = HEADS, dim: int = HEAD_DIM
+        self,
+        kv_cache: torch.Tensor,
+        put: PutRows,
+        heads: int = HEADS,
+        dim: int = HEAD_DIM,
+        codes: str = "auto",
     ) -> None:
         self.kv_cache, self.num_kv_heads, self.head_size = kv_cache, heads, dim
-        self.impl = SimpleNamespace(do_kv_cache_update=lambda layer, *rows: put(*rows))
+        self.kv_cache_dtype = codes
+        self._k_scale, self._v_scale = torch.tensor(0.3), torch.tensor([0.07])
+
+        def update(_: FakeLayer, key: torch.Tensor, value: torch.Tensor, *at: torch.Tensor) -> None:
+            if codes in CODES:
+                key = (key.float() / self._k_scale).to(CODES[codes]).view(torch.uint8)
+                value = (value.float() / self._v_scale).to(CODES[codes]).view(torch.uint8)
+            put(key, value, *at)
+
+        self.impl = SimpleNamespace(do_kv_cache_update=update)
 
 
 def paged_cache(
@@ -136,16 +150,18 @@ def paged_cache(
     num_layers: int = 2,
     num_blocks: int = 24,
     dtype: torch.dtype = torch.float32,
+    codes: str = "auto",
 ) -> PagedCache:
-    """Blocks without a model."""
+    """Blocks without a model; of one byte a number if `codes` says so."""
     shape, put = ARRANGEMENTS[arrangement]
+    kept = dtype if codes == "auto" else torch.uint8
     layers = {
         f"layers.{number}.attn": FakeLayer(
-            torch.zeros(shape(num_blocks, BLOCK_SIZE), dtype=dtype), put
+            torch.zeros(shape(num_blocks, BLOCK_SIZE), dtype=kept), put, codes=codes
         )
         for number in range(num_layers)
     }
-    return PagedCache(layers, num_layers, num_blocks, BLOCK_SIZE)
+    return PagedCache(layers, num_layers, num_blocks, BLOCK_SIZE, dtype)
 
 
 OPTIONS = Options(reuse="auto", chunk_size=CHUNK_SIZE, max_cache_bytes=1 << 24)

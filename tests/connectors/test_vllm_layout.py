@@ -20,7 +20,7 @@ from fake_vllm import (
     put_apart,
     put_joined,
 )
-from kvboost.connectors.vllm.blocks import BlockRows, Layout, PagedCache, learn_layout
+from kvboost.connectors.vllm.blocks import CODES, BlockRows, Layout, PagedCache, learn_layout
 from kvboost.core import Span
 from kvboost.errors import UnsupportedModel
 
@@ -39,7 +39,7 @@ def random_rows(num_tokens: int, dtype: torch.dtype, seed: int = 0) -> torch.Ten
 
 
 def learned(cache: torch.Tensor, num_blocks: int, size: int, put: PutRows) -> Layout:
-    return learn_layout(cache, num_blocks, size, HEADS, HEAD_DIM, put)
+    return learn_layout(cache, cache.dtype, num_blocks, size, HEADS, HEAD_DIM, put)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -176,10 +176,39 @@ SHAPE = (2, 6, BLOCK_SIZE, HEADS, HEAD_DIM)
 )
 def test_layers_of_different_shapes_are_refused(other: FakeLayer) -> None:
     with pytest.raises(UnsupportedModel, match="different shapes"):
-        PagedCache({"one": layer_of(*SHAPE), "two": other}, 2, 6, BLOCK_SIZE)
+        PagedCache({"one": layer_of(*SHAPE), "two": other}, 2, 6, BLOCK_SIZE, torch.float32)
 
 
 def test_a_model_in_which_some_layers_keep_nothing_is_refused() -> None:
     layers = {"one": layer_of(*SHAPE), "two": layer_of(*SHAPE)}
     with pytest.raises(UnsupportedModel, match="or none"):
-        PagedCache(layers, 3, 6, BLOCK_SIZE)
+        PagedCache(layers, 3, 6, BLOCK_SIZE, torch.float32)
+
+
+CODE_NAMES = pytest.mark.parametrize("codes", sorted(CODES))
+
+
+@CODE_NAMES
+@pytest.mark.parametrize("computed", DTYPES)
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_every_code_of_one_byte_is_read_as_it_was_written(
+    arrangement: str, computed: torch.dtype, codes: str
+) -> None:
+    cache = paged_cache(arrangement, dtype=computed, codes=codes)
+    assert cache.is_quantised
+    assert cache.geometry.itemsize == 1
+    every = torch.arange(256, dtype=torch.uint8).view(cache.dtype)
+    every = every[every.float().isfinite()]
+    (group,) = cache.geometry.groups
+    shape = (len(group.planes), group.heads, 80, group.head_dim)
+    picked = torch.randint(len(every), shape, generator=torch.Generator().manual_seed(0))
+    rows, whole = BlockRows(cache, [7, 3, 11, 2, 5]), Span(0, 80)
+    rows.write(whole, [every[picked]])
+    read = rows.read(whole)[0]
+    assert read.dtype == cache.dtype
+    assert torch.equal(read.view(torch.uint8), every[picked].view(torch.uint8))
+
+
+def test_a_format_with_codes_of_its_own_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="int8_per_token_head"):
+        paged_cache(codes="int8_per_token_head")

@@ -44,7 +44,7 @@ def cache_on(device: Device) -> PagedCache:
         )
         for number in range(NUM_LAYERS)
     }
-    return PagedCache(layers, NUM_LAYERS, NUM_BLOCKS, BLOCK)
+    return PagedCache(layers, NUM_LAYERS, NUM_BLOCKS, BLOCK, torch.bfloat16)
 
 
 def test_a_prompt_of_8k_tokens_is_loaded_and_saved_in_few_copies_and_launches(

@@ -129,6 +129,24 @@ def test_a_store_is_shared_and_outlives_vllm(start: Start, alone: VllmServer, wo
             assert all(each.kvboost["exact_tokens"] > LENGTH - 64 for each in after)
 
 
+def test_fp8_is_reused_exactly_by_another_server(start: Start, words: Any) -> None:
+    how = ("--kv-cache-dtype", "fp8")
+    asked = prompts(words, 6, first=700)
+    with start(None, *how) as plain:
+        expected = texts(plain, asked)
+    with redis_server() as shared:
+        url = {"cache_url": f"redis://127.0.0.1:{shared.port}", "tier_deadline_ms": 20_000}
+        with start(url, *how) as first:
+            assert texts(first, asked) == expected
+            wait_for_keys(shared.port, 6 * 3)
+        with start(url, *how) as second:
+            warm = [second.complete(tokens, most=NUM_NEW) for tokens in asked]
+            assert [each.text for each in warm] == expected
+            assert all(each.kvboost["exact_tokens"] > LENGTH - 64 for each in warm)
+            moved = second.complete(asked[0], most=NUM_NEW, reuse="auto")
+            assert moved.kvboost["provenance"] == "exact"
+
+
 def test_routers_learn_what_a_vllm_holds(start: Start, words: Any) -> None:
     ports = free_port(), free_port()
     endpoint, replay = (f"tcp://127.0.0.1:{port}" for port in ports)

@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 
 STAGED_BYTES = 128 << 20  # of chunks on their way; they take up to three times as much on a GPU
 FIRST_STAGE = 4  # chunks: most saves are of a few new ones
-BASE = 128  # whole numbers up to it are exact in every dtype of 16 bits and more
+# Whole numbers up to these are exact in every dtype, or in every one of 16 bits and more.
+BASE_OF_CODES, BASE = 8, 128
+# vLLM's names of one-byte K/V: codes, which stand for their value times a scale of the layer.
+CODES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 
 WriteRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Writes K and V [tokens, heads, head_dim] into a layer's blocks at slots."""
@@ -58,9 +65,17 @@ class Layout:
 
 
 def learn_layout(
-    cache: torch.Tensor, num_blocks: int, block_size: int, heads: int, head_dim: int, put: WriteRows
+    cache: torch.Tensor,
+    dtype: torch.dtype,
+    num_blocks: int,
+    block_size: int,
+    heads: int,
+    head_dim: int,
+    put: WriteRows,
 ) -> Layout:
     """Detect a layout by writing numbered rows into a small copy of a layer's blocks.
+
+    `dtype`: what the bytes of `cache` are.
 
     Raises:
         UnsupportedModel: they did not come out as they went in.
@@ -73,13 +88,13 @@ def learn_layout(
     numbers = torch.arange(2 * heads * block_size * head_dim, device=cache.device).view(shape)
     slots = torch.arange(block_size, 2 * block_size, device=cache.device)  # of the second block
     found = torch.zeros(small.numel() // 2, dtype=torch.int64, device=cache.device)
-    scale = 1
+    scale, base = 1, BASE_OF_CODES if dtype.itemsize == 1 else BASE
     while scale < numbers.numel():
-        rows = (numbers // scale % BASE + 1).to(cache.dtype).transpose(1, 2)
+        rows = (numbers // scale % base + 1).to(dtype).transpose(1, 2)
         put(rows[0].contiguous(), rows[1].contiguous(), small, slots)
-        digits = small.select(block_dim, 1).reshape(-1).float() - 1
+        digits = small.select(block_dim, 1).reshape(-1).view(dtype).float() - 1
         found += digits.to(torch.int64) * scale
-        scale *= BASE
+        scale *= base
     places = found.argsort()
     if found.numel() != numbers.numel() or not torch.equal(found[places], numbers.reshape(-1)):
         raise UnsupportedModel(f"vLLM's blocks {tuple(cache.shape)} do not hold K/V as written")
@@ -90,9 +105,16 @@ class PagedCache:
     """The blocks of all layers: read and written as rows, a plane each for K and V."""
 
     def __init__(
-        self, layers: Mapping[str, Any], num_layers: int, num_blocks: int, block_size: int
+        self,
+        layers: Mapping[str, Any],
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        computed: torch.dtype,
     ) -> None:
         """Learn how the attention `layers`, by name and in their order, arrange their blocks.
+
+        `computed`: the dtype of K/V before it is cached.
 
         Raises:
             UnsupportedModel: they keep something other than K and V of one shape.
@@ -105,17 +127,30 @@ class PagedCache:
         if len(shapes) > 1 or len(tensors) > 1 or len(self.layers) != num_layers:
             raise UnsupportedModel("its layers keep K/V of different shapes, or none")
         self.device: torch.device = first.kv_cache.device
-        dtype = first.kv_cache.dtype
+        self._computed = computed
+        self.dtype: torch.dtype = CODES.get(first.kv_cache_dtype, first.kv_cache.dtype)
+        if not self.dtype.is_floating_point:
+            raise UnsupportedModel(f"its K/V has the format {first.kv_cache_dtype}")
         (shape,) = shapes
         self.geometry = KVGeometry(
             num_layers=num_layers,
             groups=(PlaneGroup(tuple(range(2 * num_layers)), *shape),),
-            dtype=str(dtype).removeprefix("torch."),
-            itemsize=dtype.itemsize,
+            dtype=str(self.dtype).removeprefix("torch."),
+            itemsize=self.dtype.itemsize,
         )
         self._layout = learn_layout(
-            first.kv_cache, num_blocks, block_size, *shape, lambda *rows: _put(first, *rows)
+            first.kv_cache,
+            self.dtype,
+            num_blocks,
+            block_size,
+            *shape,
+            lambda *rows: self._put(first, *rows),
         )
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether cached K/V has fewer bits than computed K/V."""
+        return self.dtype in CODES.values()
 
     def slots(self, block_ids: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
         """Where rows at positions of a request lie, as vLLM counts."""
@@ -125,16 +160,32 @@ class PagedCache:
     def put(self, layer: int, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write K and V [2, tokens, heads, head_dim] of a layer."""
         attention = self.layers[layer]
-        _put(attention, rows[0].contiguous(), rows[1].contiguous(), attention.kv_cache, slots)
+        self._put(attention, rows[0].contiguous(), rows[1].contiguous(), attention.kv_cache, slots)
 
     def take(self, block_ids: torch.Tensor) -> torch.Tensor:
         """K and V [planes, heads, tokens, head_dim] of all tokens in blocks."""
-        return self._layout.read([layer.kv_cache for layer in self.layers], block_ids)
+        caches = [layer.kv_cache for layer in self.layers]
+        return self._layout.read(caches, block_ids).view(self.dtype)
 
     def pick(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """K and V [2, heads, tokens, head_dim] of a layer, of single tokens."""
         blocks, offsets = slots // self.block_size, slots % self.block_size
         return self._layout.pick(self.layers[layer].kv_cache, blocks, offsets)
+
+    def _put(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        if self.is_quantised:  # vLLM divides by the scale and rounds: to the same codes
+            key, value = (
+                (rows.float() * scale.view(-1, 1)).to(self._computed)
+                for rows, scale in ((key, layer._k_scale), (value, layer._v_scale))  # noqa: SLF001
+            )
+        layer.impl.do_kv_cache_update(layer, key, value, cache, slots)
 
 
 class BlockRows:
@@ -220,8 +271,3 @@ class StagedRows(BlockRows):
             self._planes = super()._take(self._taken)
         first = span.start - self._taken.start
         return self._planes[:, :, first : first + len(span)]
-
-
-def _put(layer: Any, *rows: torch.Tensor) -> None:
-    key, value, cache, slots = rows
-    layer.impl.do_kv_cache_update(layer, key, value, cache, slots)

@@ -37,10 +37,10 @@ def check_round_trip(cache: PagedCache, block_ids: Sequence[int]) -> None:
     (group,) = cache.geometry.groups
     shape = (len(group.planes), group.heads, NUM_PROBE_TOKENS, group.head_dim)
     generator = torch.Generator().manual_seed(0)
-    written = torch.randn(shape, generator=generator).to(getattr(torch, cache.geometry.dtype))
+    written = torch.randn(shape, generator=generator).to(cache.dtype)
     rows, span = BlockRows(cache, block_ids), Span(0, NUM_PROBE_TOKENS)
     rows.write(span, [written])
-    if not torch.equal(rows.read(span)[0], written):
+    if not torch.equal(rows.read(span)[0].float(), written.float()):
         raise UnsupportedModel("K/V that is written into vLLM's blocks is read back otherwise")
 
 

@@ -72,9 +72,10 @@ class Start:
             model.get_total_num_hidden_layers(),
             self._kv_cache_config.num_blocks,
             config.cache_config.block_size,
+            model.dtype,
         )
         check_round_trip(cache, self._scratch_blocks)
-        self._identity = self._identify(cache.geometry)
+        self._identity = self._identify(cache)
         rank, size = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
         # A rank has some of the heads, which are no use to others; and K/V that was not compared
         # with that of Transformers must not pass for it.
@@ -98,9 +99,10 @@ class Start:
         own = f"rank-{parallel.data_parallel_rank}-{get_tensor_model_parallel_rank()}"
         return replace(self._options, disk_cache_dir=str(Path(folder) / own))
 
-    def _identify(self, geometry: KVGeometry) -> Identity:
+    def _identify(self, cache: PagedCache) -> Identity:
         """The model's fingerprint, the same as in a Transformers process if its files allow it."""
-        model, (group,) = self._vllm_config.model_config, geometry.groups
+        model, geometry = self._vllm_config.model_config, cache.geometry
+        (group,) = geometry.groups
         if (how := self._vllm_config.load_config.load_format) not in PLAIN_FORMATS:
             raise UnsupportedModel(f"its weights do not come from safetensors files ({how})")
         is_alone = self._vllm_config.parallel_config.tensor_parallel_size == 1
@@ -112,7 +114,7 @@ class Start:
                 KVGeometry(geometry.num_layers, (whole,), geometry.dtype, geometry.itemsize),
                 self._probe if is_alone else [],
                 certified_folder(),
-                is_changed=any(self._changes),
+                is_changed=cache.is_quantised or any(self._changes),
                 code_revision=model.code_revision,
                 revision=model.revision,
                 trust_remote_code=model.trust_remote_code,
@@ -131,6 +133,8 @@ class Start:
         """
         identity, config, cache = self._identity, self._vllm_config, worker.cache
         assert identity is not None
+        if cache.is_quantised:
+            raise UnsupportedModel(f"its K/V is {cache.geometry.dtype}, which is not moved")
         if config.model_config.uses_mrope:
             raise UnsupportedModel("its positions have several dimensions")
         if config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe:
