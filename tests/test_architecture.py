@@ -25,7 +25,7 @@ MAX_LINES = {
     "library": 11_940,
     "application": 5_970,
     "weights": 700,
-    "connectors": 2_080,
+    "connectors": 2_135,
     "bench": 5_145,
     "fleet": 1_775,
     "probe": 1_150,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import random
 import re
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +22,7 @@ import numpy as np
 from benchmarks.common.material import dtype_name, engine_of, stream, tokenizer
 from benchmarks.common.measure import Row, median_ms, median_ratio, turns
 from benchmarks.common.tasks import TASKS, Item, f1, items, prompt
-from benchmarks.serving.vllm_server import VllmServer
+from benchmarks.serving.vllm_server import SOURCES, VllmServer
 from kvboost.bench.statistics import interval
 
 MOST_NEW = 24
@@ -32,7 +35,7 @@ VERDICT = re.compile(r"audit: mean KL ([\d.]+), top-1 ([\d.]+)")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm-python", required=True, help="a Python that has vLLM installed")
     parser.add_argument(
-        "--parts", nargs="+", default=["exact", "moved"], help="exact texts moved overload"
+        "--parts", nargs="+", default=["exact", "moved"], help="exact texts moved overload copies"
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 2000])
     parser.add_argument("--task", choices=TASKS, default="pages")
@@ -55,7 +58,13 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
             dtype = dtype_name(options)
             return VllmServer(*names, connector=connector, dtype=dtype, arguments=more)
 
-        parts = {"exact": _exact, "texts": _texts, "moved": _moved, "overload": _overload}
+        parts = {
+            "exact": _exact,
+            "texts": _texts,
+            "moved": _moved,
+            "overload": _overload,
+            "copies": _copies,
+        }
         for name, part in parts.items():
             if name in options.parts:
                 yield from part(start, words, options)
@@ -266,6 +275,20 @@ def _overload(start: Start, words: Any, options: argparse.Namespace) -> list[Row
             strict=True,
         )
     ]
+
+
+def _copies(_: Start, words: Any, options: argparse.Namespace) -> list[Row]:
+    length, python = options.lengths[0], options.vllm_python
+    return [copies(python, dtype=options.dtype, tokens=length, rounds=options.rounds)]
+
+
+def copies(python: str, **task: Any) -> Row:
+    """How fast K/V of 128 KB a token, as large models have, moves into blocks and out of them."""
+    script = Path(__file__).with_name("vllm_copies.py")
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    command = [python, str(script), json.dumps(task)]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout
+    return {"part": "copies", **task, **json.loads(said.splitlines()[-1])}
 
 
 def _scored(who: str, scores: list[float], full_scores: list[float]) -> Row:

@@ -89,6 +89,28 @@ def put_nothing(*rows: torch.Tensor) -> None:
     pass
 
 
+def put_shuffled(
+    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    order = torch.randperm(HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    put_joined(key[..., order], value, cache, slots)
+
+
+def put_in_turns(
+    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Every other token has its dimensions in reverse."""
+    odd = (slots % 2 == 1)[:, None, None]
+    put_joined(torch.where(odd, key.flip(-1), key), value, cache, slots)
+
+
+@pytest.mark.parametrize("put", [put_shuffled, put_in_turns])
+def test_blocks_in_no_regular_order_are_refused(put: PutRows) -> None:
+    cache = empty(ARRANGEMENTS["joined"][0], 4, BLOCK_SIZE, torch.float32)
+    with pytest.raises(UnsupportedModel, match="no regular order"):
+        learned(cache, 4, BLOCK_SIZE, put)
+
+
 @pytest.mark.parametrize("put", [put_rounded, put_keys_twice, put_nothing])
 def test_blocks_that_lose_numbers_are_refused(put: PutRows) -> None:
     cache = empty(ARRANGEMENTS["joined"][0], 4, BLOCK_SIZE, torch.float32)
@@ -121,6 +143,26 @@ def planes(cache: PagedCache, num_tokens: int, seed: int) -> torch.Tensor:
     (group,) = cache.geometry.groups
     shape = (len(group.planes), group.heads, num_tokens, group.head_dim)
     return torch.randn(shape, generator=generator).to(getattr(torch, cache.geometry.dtype))
+
+
+@pytest.mark.parametrize("codes", ["auto", "fp8"])
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_whole_blocks_get_the_bytes_that_the_operation_writes(arrangement: str, codes: str) -> None:
+    cache = paged_cache(arrangement, codes=codes)
+    expected = planes(cache, BLOCK_SIZE, 0)
+    slots = cache.slots([3], torch.arange(BLOCK_SIZE))
+    for layer in range(2):
+        rows = expected[2 * layer : 2 * layer + 2].transpose(1, 2)
+        cache.put(layer, rows, slots)
+    by_operation = [layer.kv_cache.clone() for layer in cache.layers]
+    for layer in cache.layers:
+        layer.kv_cache.zero_()
+    BlockRows(cache, [3]).write(Span(0, BLOCK_SIZE), [expected])
+    assert cache.fills_blocks == (arrangement != "apart")
+    for layer, wanted in zip(cache.layers, by_operation, strict=True):
+        # As numbers: an operation may write zero without a sign.
+        got = layer.kv_cache.view(cache.dtype).float()
+        assert torch.equal(got, wanted.view(cache.dtype).float())
 
 
 @given(st.sampled_from(sorted(ARRANGEMENTS)), st.sampled_from(DTYPES), SPANS, SPANS,

@@ -34,8 +34,29 @@ CODES = {
     "fp8_e5m2": torch.float8_e5m2,
 }
 
+Axes = tuple[tuple[int, int], ...]
 WriteRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Writes K and V [tokens, heads, head_dim] into a layer's blocks at slots."""
+
+
+@dataclass(frozen=True)
+class Strides:
+    """K or V of a block as a view: (size, stride) of its axes, outermost first.
+
+    Packed blocks cut tokens or a head's dimensions into groups, which are axes of their own.
+    """
+
+    first: int
+    heads: Axes
+    tokens: Axes
+    dims: Axes
+
+    def view(self, rows: torch.Tensor) -> torch.Tensor:
+        """A view [layers, heads, blocks, tokens, head_dim] of blocks [layers, blocks, numbers]."""
+        layers, blocks = zip(rows.shape[:2], rows.stride()[:2], strict=True)
+        axes = layers, *self.heads, blocks, *self.tokens, *self.dims
+        sizes, strides = zip(*axes, strict=True)
+        return rows.as_strided(sizes, strides, rows.storage_offset() + self.first)
 
 
 @dataclass(frozen=True)
@@ -44,15 +65,31 @@ class Layout:
 
     block_dim: int  # of a layer's tensor: which of its dimensions counts blocks
     places: torch.Tensor  # [2, heads, block_size, head_dim]: where in a block each number lies
+    strides: tuple[Strides, Strides]  # the same for K and V, as views of a block
 
     def read(self, caches: Sequence[torch.Tensor], blocks: torch.Tensor) -> torch.Tensor:
         """K and V [2 * layers, heads, tokens, head_dim] of all tokens in blocks of layers."""
-        dim, shape = self.block_dim, (len(caches), len(blocks))
-        picked = torch.stack([cache.index_select(dim, blocks) for cache in caches])
-        rows = picked.movedim(dim + 1, 1).reshape(*shape, -1)
-        rows = rows.index_select(2, self.places.reshape(-1)).view(*shape, *self.places.shape)
-        _, heads, _, head_dim = self.places.shape
-        return rows.permute(0, 2, 3, 1, 4, 5).reshape(2 * shape[0], heads, -1, head_dim)
+        _, heads, size, head_dim = self.places.shape
+        first, count, dim = caches[0], len(blocks), self.block_dim
+        planes = first.new_empty(len(caches), 2, heads, count * size, head_dim)
+        # On a CPU layer by layer, within a core's cache; on a GPU all at once, in few launches.
+        step = 1 if first.device.type == "cpu" else len(caches)
+        picked = first.new_empty(step, *first.shape[:dim], count, *first.shape[dim + 1 :])
+        for start in range(0, len(caches), step):
+            for number in range(step):
+                torch.index_select(caches[start + number], dim, blocks, out=picked[number])
+            rows = picked.movedim(dim + 1, 1).reshape(step, count, -1)
+            for kind, strides in enumerate(self.strides):
+                view = strides.view(rows)
+                planes[start : start + step, kind].view(view.shape).copy_(view)
+        return planes.view(-1, heads, count * size, head_dim)
+
+    def fill(self, cache: torch.Tensor, block: int, rows: torch.Tensor) -> None:
+        """Write K and V [2, heads, tokens, head_dim] of a block whose numbers lie together."""
+        numbers = cache.select(self.block_dim, block).view(1, 1, -1)
+        for strides, part in zip(self.strides, rows, strict=True):
+            view = strides.view(numbers)
+            view.copy_(part.reshape(view.shape))
 
     def pick(
         self, cache: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor
@@ -98,7 +135,34 @@ def learn_layout(
     places = found.argsort()
     if found.numel() != numbers.numel() or not torch.equal(found[places], numbers.reshape(-1)):
         raise UnsupportedModel(f"vLLM's blocks {tuple(cache.shape)} do not hold K/V as written")
-    return Layout(block_dim, places.view(shape))
+    places = places.view(shape)
+    return Layout(block_dim, places, (_strides(places[0]), _strides(places[1])))
+
+
+def _strides(places: torch.Tensor) -> Strides:
+    """Of places [heads, tokens, head_dim].
+
+    Raises:
+        UnsupportedModel: they have none.
+    """
+    first = places[0, 0, 0]
+    heads, tokens, dims = places[:, 0, 0] - first, places[0, :, 0] - first, places[0, 0] - first
+    if not torch.equal(places, first + heads[:, None, None] + tokens[:, None] + dims):
+        raise UnsupportedModel("vLLM's blocks hold K/V in no regular order")
+    return Strides(int(first), *(_axes(each.tolist()) for each in (heads, tokens, dims)))
+
+
+def _axes(places: Sequence[int]) -> Axes:
+    """A dimension as axes of a view, by where each of its numbers lies."""
+    if len(places) == 1:
+        return ()
+    stride = places[1]
+    run = next((n for n, at in enumerate(places) if at != n * stride), len(places))
+    outer = places[::run]
+    regular = [start + n * stride for start in outer for n in range(run)]
+    if places != regular:
+        raise UnsupportedModel("vLLM's blocks hold K/V in no regular order")
+    return *_axes(outer), (run, stride)
 
 
 class PagedCache:
@@ -152,6 +216,18 @@ class PagedCache:
         """Whether cached K/V has fewer bits than computed K/V."""
         return self.dtype in CODES.values()
 
+    @property
+    def fills_blocks(self) -> bool:
+        """Whether a whole block is written faster by copies than by vLLM's operation."""
+        block = self.layers[0].kv_cache.select(self._layout.block_dim, 0)
+        return self.device.type == "cpu" and bool(block.is_contiguous())
+
+    def fill(self, block: int, planes: torch.Tensor) -> None:
+        """Write K and V [planes, heads, tokens, head_dim] of a whole block of all layers."""
+        for number, layer in enumerate(self.layers):
+            rows = planes[2 * number : 2 * number + 2].view(layer.kv_cache.dtype)
+            self._layout.fill(layer.kv_cache, block, rows)
+
     def slots(self, block_ids: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
         """Where rows at positions of a request lie, as vLLM counts."""
         blocks = torch.tensor(block_ids, device=self.device)[positions // self.block_size]
@@ -201,7 +277,15 @@ class BlockRows:
     def write(self, span: Span, kv: KV) -> None:
         """Copy the first `len(span)` tokens of `kv` to the rows of `span`."""
         planes = sent(kv[0], self._cache.device)  # one copy for all layers
-        self._put(planes[:, :, : len(span)].transpose(1, 2), self._slots[span.start : span.stop])
+        size, fills = self._cache.block_size, self._cache.fills_blocks
+        step = size if fills else max(1, span.stop)
+        for start in range(span.start // step * step, span.stop, step):
+            part = span.within(Span(start, start + step))
+            rows = planes[:, :, part.start - span.start : part.stop - span.start]
+            if fills and len(part) == size:
+                self._cache.fill(int(self._blocks[start // size]), rows)
+            else:
+                self._put(rows.transpose(1, 2), self._slots[part.start : part.stop])
 
     def read(self, span: Span) -> KV:
         """A copy of the rows of `span`, in host memory."""
