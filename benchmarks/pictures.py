@@ -56,16 +56,20 @@ def frontier() -> str:
     x, y = Scale("TTFT / full prefill", from_zero=True), Scale("KL, nats", is_log=True)
     keys = [(family, f"c{number}") for number, family in enumerate(FAMILIES)]
     drawn = []
-    for model, task in dict.fromkeys((row["model"], row["task"]) for row in rows):
+    for case in dict.fromkeys(_case(row) for row in rows):
         named = [
             Point(_named(row), f"c{number}", row["time_share"], row["kl"])
             for number, family in enumerate(FAMILIES)
             for row in rows
-            if (row["model"], row["task"]) == (model, task) and row["case"].startswith(family)
+            if _case(row) == case and row["case"].startswith(family)
         ]
-        title = f"{model}, {task}"
+        title = "{} {}, {}".format(*case)
         drawn.append((title, points(named, x, y, title, keys=keys)))
     return panels(drawn, 2)
+
+
+def _case(row: Row) -> tuple[str, str, str]:
+    return row["model"], row["dtype"], row["task"]
 
 
 def _named(row: Row) -> str:

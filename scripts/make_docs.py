@@ -71,7 +71,7 @@ def quality_summary() -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {run['model']} | `{run['task']}`{run['where']} | {run['prompts']} | "
+        f"| {run['model']} {run['dtype']} | `{run['task']}`{run['where']} | {run['prompts']} | "
         f"{_same_answer(run)} | {run['num_same']} | {100 * run['top1']:.0f} % | "
         f"{run['kl']:.3f} | {_score(run)} | {run['share']:.2f} |"
         for run in _default_repairs()
@@ -86,9 +86,9 @@ def quality_tables() -> str:
         ("headline", "On an idle machine, one thread (the times to go by):"),
         ("quality", "More repairs and prompts, on a busy machine (times are too high):"),
     ):
-        by_case: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+        by_case: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
         for row in _rows(question):
-            by_case[row["model"], row["task"]].append(row)
+            by_case[row["model"], row["dtype"], row["task"]].append(row)
         tables += [title, *(_quality_table(*case, rows) for case, rows in by_case.items())]
     return "\n\n".join(tables)
 
@@ -171,10 +171,10 @@ def _speed_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _quality_table(model: str, task: str, rows: list[dict[str, Any]]) -> str:
+def _quality_table(model: str, dtype: str, task: str, rows: list[dict[str, Any]]) -> str:
     first = rows[0]
     lines = [
-        f"<details><summary>{model} {first['dtype']}, {task}: prompts of "
+        f"<details><summary>{model} {dtype}, {task}: prompts of "
         f"{first['prompt_tokens']:.0f} tokens, full prefill {first['full_s']:.1f} s</summary>",
         "",
         "| stored by | repair | prompts | same answer | KL | median | top-1 | F1 (full) | "
