@@ -147,7 +147,9 @@ def planes(cache: PagedCache, num_tokens: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("codes", ["auto", "fp8"])
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_whole_blocks_get_the_bytes_that_the_operation_writes(arrangement: str, codes: str) -> None:
+def test_whole_blocks_get_the_numbers_that_the_operation_writes(
+    arrangement: str, codes: str
+) -> None:
     cache = paged_cache(arrangement, codes=codes)
     expected = planes(cache, BLOCK_SIZE, 0)
     slots = cache.slots([3], torch.arange(BLOCK_SIZE))
@@ -227,10 +229,7 @@ def test_a_model_in_which_some_layers_keep_nothing_is_refused() -> None:
         PagedCache(layers, 3, 6, BLOCK_SIZE, torch.float32)
 
 
-CODE_NAMES = pytest.mark.parametrize("codes", sorted(CODES))
-
-
-@CODE_NAMES
+@pytest.mark.parametrize("codes", sorted(CODES))
 @pytest.mark.parametrize("computed", DTYPES)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_every_code_of_one_byte_is_read_as_it_was_written(
