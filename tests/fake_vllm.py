@@ -14,8 +14,9 @@ import torch
 from fakes import words
 from kvboost.build import build_repairs
 from kvboost.config import Options
-from kvboost.connectors.vllm.blocks import CODES, BlockRows, PagedCache
+from kvboost.connectors.vllm.blocks import CODES, PagedCache
 from kvboost.connectors.vllm.messages import Change, Facts, Load, Save, StepWork
+from kvboost.connectors.vllm.rows import BlockRows
 from kvboost.connectors.vllm.scheduler_side import SchedulerSide
 from kvboost.connectors.vllm.worker_side import Agree, WorkerSide
 from kvboost.core import Entry, Provenance, Span
@@ -221,6 +222,11 @@ def knowing(**how: object) -> SchedulerSide:
 def all_saves(side: SchedulerSide) -> list[Save]:
     """Those of an idle step."""
     return side.step({}, {}, ()).saves
+
+
+def whole_chunks(tokens: list[int]) -> list[int]:
+    """What of a prompt is saved before its answer has ended."""
+    return tokens[: len(tokens) // CHUNK_SIZE * CHUNK_SIZE]
 
 
 class FakeSparse:

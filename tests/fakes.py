@@ -21,7 +21,7 @@ from kvboost.codecs.raw import RawCodec
 from kvboost.core import FrameKey, KVGeometry, Owner, PlaneGroup, PrefixKey, Rotation, Span
 from kvboost.errors import TierUnavailable
 from kvboost.metrics import Metrics
-from kvboost.tiers.base import OwnTier, Tier, TierStats
+from kvboost.tiers.base import OwnTier, StoredChunk, Tier, TierStats
 from kvboost.tiers.host import HostFrames
 from kvboost.tiers.index import ChunkIndex
 from kvboost.tiers.memory import MemoryTier
@@ -48,9 +48,9 @@ class FakeSlots:
             for g in GEOMETRY.groups
         ]
 
-    def write(self, span: Span, kv: list[torch.Tensor]) -> None:
-        for rows, source in zip(self.rows, kv, strict=True):
-            rows[:, :, span.start : span.stop] = source[:, :, : len(span)]
+    def place(self, span: Span, chunk: StoredChunk, offset: int) -> None:
+        for rows, source in zip(self.rows, chunk.kv(), strict=True):
+            rows[:, :, span.start : span.stop] = source[:, :, offset : offset + len(span)]
 
     def read(self, span: Span) -> list[torch.Tensor]:
         return [rows[:, :, span.start : span.stop] for rows in self.rows]

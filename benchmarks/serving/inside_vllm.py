@@ -225,8 +225,8 @@ def _overload(start: Start, words: Any, options: argparse.Namespace) -> list[Row
     length, sides = options.lengths[0], ("vllm", "connector", "off")
     taken: dict[str, list[list[float]]] = {side: [] for side in sides}
 
-    def load(server: VllmServer, side: str, seed: int) -> None:
-        chance = random.Random(seed)
+    def load(server: VllmServer, side: str, round_number: int, seed: int) -> None:
+        chance = random.Random(round_number)  # the same repeats for all sides
         asked: list[list[int]] = []
         for number in range(options.prompts):
             is_new = not asked or chance.random() >= options.repeats
@@ -251,7 +251,7 @@ def _overload(start: Start, words: Any, options: argparse.Namespace) -> list[Row
             time.sleep(SETTLE_S)
             # Prompts of their own: no side finds what another has stored.
             seed = 10**4 * (len(sides) * number + sides.index(side))
-            load(alone if side == "vllm" else ours, side, seed)
+            load(alone if side == "vllm" else ours, side, number, seed)
     return [
         {
             "part": "overload",

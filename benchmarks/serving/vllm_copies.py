@@ -6,16 +6,23 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_attn_isa
 
-from kvboost.connectors.vllm.blocks import PagedCache, StagedRows
-from kvboost.core import Span
+from kvboost.codecs.raw import RawCodec
+from kvboost.connectors.vllm.blocks import PagedCache
+from kvboost.connectors.vllm.rows import BlockRows, HostBlocks
+from kvboost.core import Entry, PrefixKey, Provenance, Span
+from kvboost.reuse.keys import namespace
+from kvboost.tiers.base import Medium, StoredChunk
+from kvboost.tiers.host import HostFrames
 
 HEADS, HEAD_DIM, BLOCK = 16, 128, 128
 BYTES_PER_TOKEN = 128 << 10
+SPACE = namespace(b"copies", "", None)
 
 
 def main() -> None:
@@ -27,29 +34,54 @@ def main() -> None:
     with torch.inference_mode():
         layers = {str(n): _layer(dtype, num_chunks + 1) for n in range(num_layers)}
         cache = PagedCache(layers, num_layers, num_chunks + 1, BLOCK, dtype)
-        rows = StagedRows(cache, range(1, num_chunks + 1))
+        rows = BlockRows(cache, range(1, num_chunks + 1))
         spans = [Span(at * BLOCK, (at + 1) * BLOCK) for at in range(num_chunks)]
-        chunk = torch.randn(2 * num_layers, HEADS, BLOCK, HEAD_DIM).to(dtype)
-        other = torch.empty_like(chunk)
-        ways = {
-            "copy": lambda _: other.copy_(chunk),
-            "load": lambda span: rows.write(span, [chunk]),
-            "save": lambda span: rows.read(span),
-        }
-        taken: dict[str, list[float]] = {way: [] for way in ways}
+        codec = RawCodec(cache.geometry)
+        media = {"": HostBlocks(cache, codec), "frames_": HostFrames(codec)}
+        taken: dict[str, list[float]] = {}
         for number in range(task["rounds"] + 1):
-            for way in ways if number % 2 else [*ways][::-1]:
-                started = time.perf_counter()
-                for span in spans if way == "load" else reversed(spans):
-                    ways[way](span)
-                taken[way].append(time.perf_counter() - started)
+            for name, medium in media.items() if number % 2 else [*media.items()][::-1]:
+                _measure(taken, name, medium, rows, spans)
+    warm = {way: statistics.median(times[1:]) for way, times in taken.items()}
     size_gb = task["tokens"] * BYTES_PER_TOKEN / 1e9
-    warm = {way: times[1:] for way, times in taken.items()}  # the first round touches new memory
-    row = {f"{way}_gb_s": round(size_gb / statistics.median(warm[way]), 2) for way in warm}
-    for way in ("load", "save"):
-        shares = [copy / each for copy, each in zip(warm["copy"], warm[way], strict=True)]
-        row[f"{way}_share"] = round(statistics.median(shares), 3)
+    row = {f"{way}_gb_s": round(size_gb / warm[way], 2) for way in warm}
+    for way in warm:
+        if way != "copy":
+            pairs = zip(taken["copy"][1:], taken[way][1:], strict=False)
+            row[f"{way}_share"] = round(statistics.median(copy / each for copy, each in pairs), 3)
     print(json.dumps(row))
+
+
+def _measure(
+    taken: dict[str, list[float]],
+    name: str,
+    medium: Medium,
+    rows: BlockRows,
+    spans: list[Span],
+) -> None:
+    """Save a prompt, copy what was saved, and load it."""
+
+    def timed(way: str, work: Callable[[], object]) -> None:
+        started = time.perf_counter()
+        work()
+        taken.setdefault(way, []).append(time.perf_counter() - started)
+
+    saved: list[StoredChunk] = []
+    timed(f"{name}save", lambda: saved.extend(_chunk(medium, rows, span) for span in spans))
+    if not name:
+        sources = [torch.zeros(chunk.nbytes, dtype=torch.uint8) for chunk in saved]
+        copies = [torch.zeros_like(source) for source in sources]
+        timed(
+            "copy", lambda: [copy.copy_(each) for copy, each in zip(copies, sources, strict=True)]
+        )
+    timed(f"{name}load", lambda: [rows.place(*each, 0) for each in zip(spans, saved, strict=True)])
+
+
+def _chunk(medium: Medium, rows: BlockRows, span: Span) -> StoredChunk:
+    tokens = bytes(4 * len(span))
+    key = PrefixKey(span.start.to_bytes(32, "little"))
+    entry = Entry(tokens, Provenance.EXACT, key, None, key, span.start, SPACE)
+    return medium.from_slots(entry, rows, span, ())
 
 
 def _layer(dtype: torch.dtype, num_blocks: int) -> SimpleNamespace:

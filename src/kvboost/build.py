@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -113,18 +113,19 @@ def build_store(
     metrics: Metrics,
     index: ChunkIndex | None = None,
     pool: BlockPool | None = None,
+    keep: Callable[[Codec], Medium] = HostFrames,
 ) -> ChunkStore:
     """Memory and the tiers below it. Waits until those are open, or have failed to open for now.
 
     Unquantised chunks stay in `pool`. If that is on a device, all chunks do, and host memory is the
-    first tier below it.
+    first tier below it. Without a pool, memory keeps chunks as `keep` says.
 
     Raises:
         ConfigError: a tier can never be opened.
     """
     budget_bytes = options.max_cache_bytes
     codec = CODECS[options.kv_cache_bits](geometry)
-    medium: Medium = HostFrames(codec)
+    medium = keep(codec)
     host: list[Opener] = []
     is_below = pool is not None and pool.device.type != "cpu"
     if pool is not None and (is_below or options.kv_cache_bits == EXACT_BITS):

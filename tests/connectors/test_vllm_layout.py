@@ -20,7 +20,8 @@ from fake_vllm import (
     put_apart,
     put_joined,
 )
-from kvboost.connectors.vllm.blocks import CODES, BlockRows, Layout, PagedCache, learn_layout
+from kvboost.connectors.vllm.blocks import CODES, Layout, PagedCache, learn_layout
+from kvboost.connectors.vllm.rows import BlockRows
 from kvboost.core import Span
 from kvboost.errors import UnsupportedModel
 

@@ -186,6 +186,7 @@ def test_an_audit_compares_reused_rows_with_computed_ones(
     for tokens, positions in sparse.forwards:
         assert tokens == [ANSWERED[position] for position in positions]
     # All of it is exact now, and stored.
+    assert worker.metrics.snapshot()["promoted_tokens"] == 130 - HEAD
     do(worker, StepWork(loads=[load_of([*ANSWERED, 1], ANSWERED[:-1])]))
     assert worker.take_failed_blocks() == set()
     assert torch.equal(rows_of(worker, AWAY, Span(0, 130)), rows[:, :, :130])
@@ -218,6 +219,7 @@ def test_an_audit_that_fails_is_told_and_stores_only_what_was_exact(
     entries = [change.entry for change in report.changes]
     stored = b"".join(entry.tokens for entry in entries if entry is not None)
     assert len(stored) == 4 * exact_stop
+    assert not worker.metrics.snapshot().get("promoted_tokens")
 
 
 def test_audits_are_done_one_after_the_other(worker: WorkerSide, sparse: FakeSparse) -> None:

@@ -19,6 +19,7 @@ from fake_vllm import (
     knowing,
     moved_prompt,
     scheduler_side,
+    whole_chunks,
 )
 from fakes import words
 from kvboost.config import Options
@@ -34,7 +35,7 @@ def test_a_prompt_is_saved_once_and_with_its_last_piece() -> None:
     assert side.step({"r": 39}, {"r": request}, ()).saves == []
     request.num_computed_tokens = 99
     saves = side.step({"r": 1}, {"r": request}, ()).saves
-    assert saves == [Save("r", words(100), "b", BLOCK_IDS, is_last=False)]
+    assert saves == [Save("r", whole_chunks(words(100)), "b", BLOCK_IDS, is_last=False)]
     request.answer([7, 8])
     assert side.step({"r": 1}, {"r": request}, ()).saves == []
 
@@ -57,7 +58,7 @@ def test_of_an_approximate_request_only_rows_before_moved_text_are_saved() -> No
     side.loaded(["r"])
     request.num_computed_tokens = MOVED_STOP
     (save,) = side.step({"r": 30}, {"r": request}, ()).saves
-    assert save.tokens == moved_prompt()[:MOVED_AT]
+    assert save.tokens == whole_chunks(moved_prompt()[:MOVED_AT])
     request.num_computed_tokens = 242
     assert side.finish(request)[0]  # ended before it had an answer, so there is nothing to audit
     (save,) = all_saves(side)
@@ -89,11 +90,19 @@ def test_a_request_that_ends_amid_its_prompt_saves_what_is_computed() -> None:
 
 
 def test_a_save_under_way_keeps_its_blocks_when_the_request_ends() -> None:
-    side, request = admitted(scheduler_side(), words(LEAST_TOKENS))
-    assert len(side.step({"r": LEAST_TOKENS}, {"r": request}, ()).saves) == 1
-    request.num_computed_tokens = LEAST_TOKENS  # and no token was chosen yet
+    side, request = admitted(scheduler_side(), words(CHUNK_SIZE))
+    assert len(side.step({"r": CHUNK_SIZE}, {"r": request}, ()).saves) == 1
+    request.num_computed_tokens = CHUNK_SIZE  # and no token was chosen yet
     assert side.finish(request)[0]
-    assert [save.tokens for save in all_saves(side)] == [words(LEAST_TOKENS)]
+    assert [save.tokens for save in all_saves(side)] == [words(CHUNK_SIZE)]
+
+
+def test_a_prompt_below_a_chunk_is_saved_with_its_answer() -> None:
+    side, request = admitted(scheduler_side(), words(LEAST_TOKENS))
+    assert side.step({"r": LEAST_TOKENS}, {"r": request}, ()).saves == []
+    request.answer([7, 8])
+    assert side.finish(request)[0]
+    assert [save.tokens for save in all_saves(side)] == [[*words(LEAST_TOKENS), 7]]
 
 
 @pytest.mark.parametrize("prompt", [PREFIX + words(50), moved_prompt()])

@@ -21,6 +21,7 @@ from fake_vllm import (
     knowing,
     moved_prompt,
     scheduler_side,
+    whole_chunks,
 )
 from fakes import words
 from kvboost.config import Options
@@ -246,7 +247,7 @@ def test_who_may_not_read_cached_blocks_gets_none_and_is_saved() -> None:
     assert request.block_hashes == plain
     work = side.step({"r": 242}, {"r": request}, ())
     assert work.loads == []
-    assert [save.tokens for save in work.saves] == [moved_prompt()]
+    assert [save.tokens for save in work.saves] == [whole_chunks(moved_prompt())]
 
 
 def test_a_promise_of_moved_text_that_is_not_kept_leaves_rows_exact() -> None:
@@ -255,7 +256,7 @@ def test_a_promise_of_moved_text_that_is_not_kept_leaves_rows_exact() -> None:
     assert side.match(request, 0) == (MOVED_STOP, True)
     side.allocated(request, 0)  # vLLM had no room for it
     (save,) = side.step({"r": 242}, {"r": request}, ()).saves
-    assert save.tokens == moved_prompt()
+    assert save.tokens == whole_chunks(moved_prompt())
     request.answer([1, 2])
     _, answer = side.finish(request)
     assert answer is not None and answer["kvboost"]["provenance"] == "exact"

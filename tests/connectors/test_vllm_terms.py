@@ -61,6 +61,20 @@ def test_of_a_long_answer_the_beginning_is_audited() -> None:
     assert len(audit.tokens) == len(PROMPT) + MOST_AUDITED
 
 
+@pytest.mark.parametrize("promotes", [True, False])
+def test_answers_that_are_not_audited_are_promoted(promotes: bool) -> None:
+    options = Options(reuse="auto", chunk_size=CHUNK_SIZE, audit_ratio=0.0, promote=promotes)
+    side = scheduler_side(ELSEWHERE, options=options)
+    for number in range(NUM_TRIALS):
+        assert answered(side, f"trial {number}")[1]
+        side.report(Report(verdicts=[Verdict(f"trial {number}", 0.01, 1.0)]))
+    audits = answered(side, "r")[1]
+    assert [audit.request_id for audit in audits] == ["r"] * promotes
+    side.report(Report(verdicts=[Verdict("r", 9.0, 0.0)]))
+    assert side.counts["audits"] == NUM_TRIALS
+    assert side.guard.snapshot()[EVERYBODY]["mean_kl"] == pytest.approx(0.01)
+
+
 def test_a_verdict_counts_once_and_only_for_what_was_asked() -> None:
     side = scheduler_side(ELSEWHERE)
     answered(side, "r")

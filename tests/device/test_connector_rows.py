@@ -9,8 +9,9 @@ import torch
 
 from device.pretended import Device, DeviceTensor, pretended
 from fake_vllm import FakeLayer
-from kvboost.connectors.vllm import blocks
-from kvboost.connectors.vllm.blocks import BlockRows, PagedCache, StagedRows
+from kvboost.connectors.vllm import rows as rows_module
+from kvboost.connectors.vllm.blocks import PagedCache
+from kvboost.connectors.vllm.rows import BlockRows, StagedRows
 from kvboost.core import Span
 
 pytestmark = pytest.mark.device
@@ -31,7 +32,7 @@ def put(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torc
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     bytes_per_token = 2 * NUM_LAYERS * HEADS * HEAD_DIM * 2
     # As of K/V with 128 KB a token: an eighth of this prompt.
-    monkeypatch.setattr(blocks, "STAGED_BYTES", NUM_TOKENS // 8 * bytes_per_token)
+    monkeypatch.setattr(rows_module, "STAGED_BYTES", NUM_TOKENS // 8 * bytes_per_token)
     with pretended(total_bytes=1 << 28) as device:
         yield device
 

@@ -16,14 +16,21 @@ import numpy as np
 import pytest
 import redis
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from awq_checkpoints import save_awq
 from benchmarks.common.material import stream
-from benchmarks.serving.inside_vllm import copies
+from benchmarks.serving.inside_vllm import VERDICT, copies
 from benchmarks.serving.vllm_server import Reply, VllmServer
 from fuse_disk import small_disk
 from kvboost import KVBoost
+from kvboost.config import Options
 from kvboost.connectors.vllm.events import EventReader
 from kvboost.routing import anchors
 from kvboost.routing.book import Book
@@ -132,9 +139,11 @@ def test_a_store_is_shared_and_outlives_vllm(start: Start, alone: VllmServer, wo
 
 def test_large_k_v_moves_at_a_share_of_the_speed_of_a_copy() -> None:
     row = copies(os.environ["KVBOOST_VLLM_PYTHON"], dtype="fp32", tokens=1024, rounds=5)
-    # By gathers of single numbers and by vLLM's operation it was 0.04 and 0.17.
-    assert row["save_share"] > 0.12, row
-    assert row["load_share"] > 0.25, row
+    assert row["load_share"] > 0.6, row
+    assert row["save_share"] > 0.15, row  # into memory that the system has to supply
+    # From and to frames; by gathers of single numbers and by vLLM's operation it was 0.04 and 0.17.
+    assert row["frames_save_share"] > 0.06, row
+    assert row["frames_load_share"] > 0.2, row
 
 
 def test_fp8_is_reused_exactly_by_another_server(start: Start, words: Any) -> None:
@@ -274,6 +283,23 @@ def test_nothing_approximate_is_served_to_plain_requests(
         assert approximate >= 25, "nothing moved was reused, so this shows nothing"
 
 
+def test_a_follow_up_question_on_moved_text_is_exact(
+    start: Start, alone: VllmServer, words: Any
+) -> None:
+    asked = [rag(words, 90, order) for order in ((0, 1, 2), (2, 0, 1))]
+    with start({"quality_budget": 100.0, "audit_ratio": 0.0}) as server:
+        server.complete(asked[0])
+        first = server.complete(asked[1], most=NUM_NEW, reuse="auto")
+        assert first.kvboost["provenance"] == "approximate"
+        server.forget()  # waits until idle time was used
+        assert server.counters()["promoted_tokens_total"] > 0
+        follow_up = [*asked[1], *words(f"{first.text}\n\nQuestion: and below?\nAnswer:").input_ids]
+        second = server.complete(follow_up, most=NUM_NEW, reuse="auto")
+        assert second.kvboost["provenance"] == "exact"
+        assert second.kvboost["exact_tokens"] >= len(asked[1])
+        assert second.text == alone.complete(follow_up, most=NUM_NEW).text
+
+
 def test_crowded_blocks_change_no_text(start: Start, alone: VllmServer, words: Any) -> None:
     """Many at once with few blocks: requests are preempted while they load and save."""
     asked = [rag(words, number, (0, 1, 2)) for number in range(50, 58)]
@@ -296,59 +322,91 @@ def test_crowded_blocks_change_no_text(start: Start, alone: VllmServer, words: A
 
 def test_two_ranks_answer_like_one(start: Start, words: Any, tmp_path: Path) -> None:
     """Exact and moved text; and when one of them has lost all its frames."""
-    tiny, disk = str(tmp_path / "tiny"), tmp_path / "disk"
-    save_tiny(words, tiny)
-    plain = prompts(words, 6)
-    read = [rag(words, number, (0, 1)) for number in range(6)]
-    turned = [rag(words, number, (1, 0)) for number in range(6)]
+    save_tiny(words, str(tmp_path / "tiny"))
+    on_two_ranks(start, str(tmp_path / "tiny"), words, 6, tmp_path / "disk")
+
+
+@pytest.mark.long
+def test_two_ranks_of_a_trained_model_answer_fifty_prompts_like_one(
+    start: Start, coder: str, tmp_path: Path
+) -> None:
+    num_compared = on_two_ranks(
+        start, coder, AutoTokenizer.from_pretrained(coder), 50, tmp_path / "disk"
+    )
+    assert num_compared == 50
+
+
+def on_two_ranks(start: Start, name: str, words: Any, count: int, disk: Path) -> int:
+    """Compare texts of one rank and of two; how many on moved text could be compared."""
+    plain = prompts(words, count)
+    read = [rag(words, number, (0, 1)) for number in range(count)]
+    turned = [rag(words, number, (1, 0)) for number in range(count)]
     options = {"reuse": "exact", "quality_budget": 100.0, "tier_deadline_ms": 20_000}
 
     def moved(server: VllmServer) -> list[tuple[int, str]]:
         replies = [server.complete(each, most=NUM_NEW, reuse="auto") for each in turned]
         return [(each.kvboost["moved_tokens"], each.text) for each in replies]
 
-    with start(options, name=tiny) as one:
+    with start(options, name=name) as one:
         expected = texts(one, plain)
         texts(one, read)
         expected_moved = moved(one)
         expected_turned = texts(one, turned)
-    # Memory has room for a few prompts, the others come from disk.
-    small = {**options, "disk_cache_dir": str(disk), "max_cache_bytes": 4 * 2**20}
-    with start(small, name=tiny, ranks=2) as two:
+    # Memory has room for a part of the prompts, the others come from disk.
+    memory_bytes = 150 * count * kv_bytes(name)
+    small = {**options, "disk_cache_dir": str(disk), "max_cache_bytes": memory_bytes}
+    with start(small, name=name, ranks=2) as two:
         assert texts(two, plain) == expected
         two.forget()
         assert texts(two, plain) == expected
-        assert two.counters()["exact_tokens_total"] == 6 * (LENGTH - 1)
+        assert two.counters()["exact_tokens_total"] == count * (LENGTH - 1)
         texts(two, read)
         found = moved(two)
-        assert any(count for count, _ in found)
         # As much is not always moved: whether it pays is measured.
-        for (count, text), full, (as_much, same) in zip(
-            found, expected_turned, expected_moved, strict=True
-        ):
-            assert count not in (0, as_much) or text == (same if count else full)
+        pairs = list(zip(found, expected_turned, expected_moved, strict=True))
+        for (num_moved, text), full, (as_much, same) in pairs:
+            assert num_moved not in (0, as_much) or text == (same if num_moved else full)
         two.forget()
         assert {each.name for each in disk.iterdir()} == {"rank-0-0", "rank-0-1"}
         spoil_files(disk / "rank-0-1", every=2**13)
         texts(two, turned, reuse="auto")  # some of it may still be in memory
         assert texts(two, plain) == expected
         assert two.counters()["damaged_frames_total"] > 0
+    num_compared = sum(num_moved == as_much > 0 for (num_moved, _), _, (as_much, _) in pairs)
+    assert num_compared
+    return num_compared
 
 
-def test_an_awq_checkpoint_is_reused_exactly(
+def kv_bytes(name: str) -> int:
+    """K/V of a token in float32."""
+    config = AutoConfig.from_pretrained(name)
+    head_dim = config.hidden_size // config.num_attention_heads
+    return int(config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 4)
+
+
+def test_an_awq_checkpoint_is_reused_exactly_and_moved_within_the_budget(
     start: Start, smol: str, words: Any, tmp_path: Path
 ) -> None:
     """AWQ runs in 16 bits, where texts are equal if prompts are split alike: after whole blocks."""
     words.save_pretrained(tmp_path)
     save_awq(AutoModelForCausalLM.from_pretrained(smol, dtype=torch.float32), tmp_path, 64)
-    asked = prompts(words, 8, length=2 * 128 + 1)
-    with start({}, name=str(tmp_path), dtype="bfloat16") as server:
+    asked = prompts(words, 50, length=2 * 128 + 1)
+    options = {"audit_ratio": 1.0, "quality_budget": 100.0}
+    with start(options, name=str(tmp_path), dtype="bfloat16") as server:
         texts(server, asked)
         expected = texts(server, asked, reuse="off")  # from vLLM's own prefix cache
         server.forget()
         warm = [server.complete(tokens, most=NUM_NEW) for tokens in asked]
         assert [each.text for each in warm] == expected
         assert all(each.kvboost["exact_tokens"] == 2 * 128 for each in warm)
+        for number in range(12):
+            server.complete(rag(words, number, (0, 1)))
+            moved = server.complete(rag(words, number, (1, 0)), most=NUM_NEW, reuse="auto")
+            assert moved.kvboost["provenance"] == "approximate"
+            server.forget()  # waits for the audit
+        verdicts = [float(kl) for kl, _ in VERDICT.findall(server.log.read_text())]
+        assert len(verdicts) == 12
+        assert np.mean(verdicts) < Options().quality_budget
 
 
 def test_a_wrong_option_ends_the_start_with_a_hint(start: Start) -> None:

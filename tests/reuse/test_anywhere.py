@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fakes import GEOMETRY, FakeModel, FakeSlots, FaultyDisk, FaultyTier, store_of
@@ -57,8 +57,10 @@ def test_a_document_is_found_whole_at_any_offset(
     seed: int, before: int, after: int, length: int
 ) -> None:
     store, document = Fixture(), text(length, seed)
-    store.keep(text(before, seed + 1) + document + text(40, seed + 2))
-    plan = store.find(text(after, seed + 3) + document + text(30, seed + 4))
+    head, other = text(before, seed + 1), text(after, seed + 3)
+    assume(head != other)  # one word may be the same by chance: an exact prefix
+    store.keep(head + document + text(40, seed + 2))
+    plan = store.find(other + document + text(30, seed + 4))
     assert length >= SHORTEST_FOUND
     assert found_ratio(plan, Span(after, after + length)) == 1.0
     assert all(m.delta == after - before for m in plan.matches if m.kind is MatchKind.MOVED)

@@ -99,7 +99,7 @@ def test_a_frame_that_cannot_be_placed_is_a_miss_and_discarded(
     def fail(*_: object) -> None:
         raise RuntimeError("sizes differ")
 
-    monkeypatch.setattr(target, "write", fail)
+    monkeypatch.setattr(target, "place", fail)
     assert store.assemble(tokens, target).num_reused == 0
     assert store.metrics.snapshot()["damaged_frames"] == 1
     assert not store.memory.holds(first)
@@ -183,7 +183,7 @@ def test_a_lack_of_memory_costs_no_stored_chunk(monkeypatch: pytest.MonkeyPatch)
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory on the device")
 
-    monkeypatch.setattr(target, "write", fail)
+    monkeypatch.setattr(target, "place", fail)
     with pytest.raises(torch.OutOfMemoryError):
         store.assemble(tokens, target)
     assert store.memory.holds(first)

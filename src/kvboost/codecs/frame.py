@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import ref
 
 from xxhash import xxh3_64_intdigest
 
@@ -99,6 +101,25 @@ def write(entry: Entry, kv: KV, codec: Codec, anchors: Iterable[Anchor] = ()) ->
     frame[_FIXED.size : _FIXED.size + sum(map(len, parts))] = b"".join(parts)
     struct.pack_into("<Q", frame, _SEAL_AT, _seal(frame[:head_bytes]))
     return frame
+
+
+class LastFrame:
+    """The frame of a chunk that is kept as something else, shared by the tiers that write it."""
+
+    def __init__(self) -> None:
+        self._making = threading.Lock()
+        self._last: Callable[[], memoryview | None] = lambda: None
+
+    def get(
+        self, entry: Entry, kv: Callable[[], KV], codec: Codec, anchors: Iterable[Anchor]
+    ) -> memoryview:
+        """The last one, if a tier still has it, or a new one."""
+        with self._making:
+            frame = self._last()
+            if frame is None:
+                frame = write(entry, kv(), codec, anchors)
+                self._last = ref(frame)
+            return frame
 
 
 def read(source: memoryview) -> Head:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvboost.codecs.base import KV
+    from kvboost.tiers.base import StoredChunk
 
 
 class Slots(Protocol):
@@ -18,11 +19,11 @@ class Slots(Protocol):
 
     exact_stop: int  # rows before this one are exact; the others have something moved below them
 
-    def write(self, span: Span, kv: KV) -> None:
-        """Copy the first `len(span)` tokens of `kv` to the rows of `span`."""
+    def place(self, span: Span, chunk: StoredChunk, offset: int) -> None:
+        """Copy tokens of a stored chunk from `offset` on to the rows of `span`."""
 
     def read(self, span: Span) -> KV:
-        """The rows of `span`: views, or copies to pass to `write`."""
+        """The rows of `span`: views or copies."""
 
     def turn(self, span: Span, change: Callable[[KV], None]) -> None:
         """Change the rows of `span` in place, a part at a time."""

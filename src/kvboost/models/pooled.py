@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
-from weakref import ref
 
 from kvboost.codecs.base import Codec
-from kvboost.codecs.frame import allocate, check_codec, decode, read, write
+from kvboost.codecs.frame import LastFrame, allocate, check_codec, decode, read
 from kvboost.core import Anchor, Entry, Span
 from kvboost.models.pool import BlockPool, Run
 from kvboost.models.rows import Rows
@@ -39,8 +37,7 @@ class PooledChunk:
         self.entry, self.rows = entry, rows
         self.anchors, self._pool, self._codec = tuple(anchors), pool, codec
         self.nbytes = entry.num_tokens * pool.geometry.bytes_per_token
-        self._framing = threading.Lock()
-        self._last_frame: Callable[[], memoryview | None] = lambda: None
+        self._frame = LastFrame()
         pool.keep(rows)
 
     def __del__(self) -> None:
@@ -57,14 +54,11 @@ class PooledChunk:
 
     def frame(self) -> memoryview:
         """Its frame: the last one, if a tier still has it, or a new one."""
-        with self._framing:
-            frame = self._last_frame()
-            if frame is None:
-                with beside(self._pool.devices):
-                    kv = [fetched(part) for part in self.kv()]
-                frame = write(self.entry, kv, self._codec, self.anchors)
-                self._last_frame = ref(frame)
-            return frame
+        return self._frame.get(self.entry, self._fetched, self._codec, self.anchors)
+
+    def _fetched(self) -> KV:
+        with beside(self._pool.devices):
+            return [fetched(part) for part in self.kv()]
 
 
 class PooledChunks:

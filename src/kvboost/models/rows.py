@@ -14,6 +14,7 @@ from kvboost.models.pool import BlockPool, Blocks, KeyValue, Run, cut, merged, r
 
 if TYPE_CHECKING:
     from kvboost.codecs.base import KV
+    from kvboost.tiers.base import StoredChunk
 
 PRIVATE_BLOCK = 16
 TURNED_AT_ONCE = 128  # rows: copies in single precision stay small
@@ -103,6 +104,11 @@ class Rows:
         for first, stop in self.runs(span):
             for start in range(first, stop, at_once):
                 change(self.pool.read([(start, min(start + at_once, stop))]))
+
+    def place(self, span: Span, chunk: StoredChunk, offset: int) -> None:
+        """Copy tokens of a stored chunk from `offset` on to the rows of `span`."""
+        stop = offset + len(span)
+        self.write(span, [part[:, :, offset:stop] for part in chunk.kv()])
 
     def write(self, span: Span, kv: KV) -> None:
         """Copy the first `len(span)` tokens of `kv` to the rows of `span`."""

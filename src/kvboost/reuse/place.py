@@ -96,8 +96,7 @@ def _place(
     try:
         if not is_what_it_says(chunk, match, tokens):
             raise FrameError("its tokens, history, position or kind are not those of its key")
-        kv = [part[:, :, match.offset : match.offset + len(match.span)] for part in chunk.kv()]
-        slots.write(match.span, kv)
+        slots.place(match.span, chunk, match.offset)
     except (MemoryError, torch.OutOfMemoryError):  # not the chunk's fault
         raise
     except Exception as error:  # bytes from a shared tier can cause anything

@@ -1,4 +1,4 @@
-"""vLLM's paged K/V, the layout of its blocks, and the blocks of one request as `Slots`.
+"""vLLM's paged K/V and the layout of its blocks.
 
 Each attention back end of vLLM arranges its blocks in its own way (some pack K for matrix
 instructions), but all have one operation that writes rows into blocks. It is given rows of known
@@ -7,24 +7,18 @@ numbers; where these turn up is the layout.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvboost.core import KVGeometry, PlaneGroup, Span
+from kvboost.core import KVGeometry, PlaneGroup
 from kvboost.errors import UnsupportedModel
-from kvboost.models.rows import TURNED_AT_ONCE
-from kvboost.models.upload import beside, fetched, sent, upload
 
-if TYPE_CHECKING:
-    from kvboost.codecs.base import KV
-
-STAGED_BYTES = 128 << 20  # of chunks on their way; they take up to three times as much on a GPU
-FIRST_STAGE = 4  # chunks: most saves are of a few new ones
 # Whole numbers up to these are exact in every dtype, or in every one of 16 bits and more.
 BASE_OF_CODES, BASE = 8, 128
 # vLLM's names of one-byte K/V: codes, which stand for their value times a scale of the layer.
@@ -34,7 +28,11 @@ CODES = {
     "fp8_e5m2": torch.float8_e5m2,
 }
 
+MOST_PACKED = 4  # numbers side by side in packed blocks
+WIDE = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
 Axes = tuple[tuple[int, int], ...]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 WriteRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Writes K and V [tokens, heads, head_dim] into a layer's blocks at slots."""
 
@@ -69,9 +67,8 @@ class Layout:
 
     def read(self, caches: Sequence[torch.Tensor], blocks: torch.Tensor) -> torch.Tensor:
         """K and V [2 * layers, heads, tokens, head_dim] of all tokens in blocks of layers."""
-        _, heads, size, head_dim = self.places.shape
         first, count, dim = caches[0], len(blocks), self.block_dim
-        planes = first.new_empty(len(caches), 2, heads, count * size, head_dim)
+        planes = self._planes(first, len(caches), count)
         # On a CPU layer by layer, within a core's cache; on a GPU all at once, in few launches.
         step = 1 if first.device.type == "cpu" else len(caches)
         picked = first.new_empty(step, *first.shape[:dim], count, *first.shape[dim + 1 :])
@@ -79,17 +76,31 @@ class Layout:
             for number in range(step):
                 torch.index_select(caches[start + number], dim, blocks, out=picked[number])
             rows = picked.movedim(dim + 1, 1).reshape(step, count, -1)
-            for kind, strides in enumerate(self.strides):
-                view = strides.view(rows)
-                planes[start : start + step, kind].view(view.shape).copy_(view)
-        return planes.view(-1, heads, count * size, head_dim)
+            self._unpack(rows, planes[start : start + step])
+        return planes.flatten(0, 1)
+
+    def unpack(self, rows: torch.Tensor) -> torch.Tensor:
+        """K and V [2 * layers, heads, tokens, head_dim] of blocks [layers, blocks, numbers]."""
+        planes = self._planes(rows, *rows.shape[:2])
+        for layer in range(len(rows)):
+            self._unpack(rows[layer : layer + 1], planes[layer : layer + 1])
+        return planes.flatten(0, 1)
 
     def fill(self, cache: torch.Tensor, block: int, rows: torch.Tensor) -> None:
         """Write K and V [2, heads, tokens, head_dim] of a block whose numbers lie together."""
         numbers = cache.select(self.block_dim, block).view(1, 1, -1)
         for strides, part in zip(self.strides, rows, strict=True):
             view = strides.view(numbers)
-            view.copy_(part.reshape(view.shape))
+            _copy(view, part.reshape(view.shape))
+
+    def _planes(self, like: torch.Tensor, num_layers: int, num_blocks: int) -> torch.Tensor:
+        _, heads, size, head_dim = self.places.shape
+        return like.new_empty(num_layers, 2, heads, num_blocks * size, head_dim)
+
+    def _unpack(self, rows: torch.Tensor, planes: torch.Tensor) -> None:
+        for kind, strides in enumerate(self.strides):
+            view = strides.view(rows)
+            _copy(planes[:, kind].view(view.shape), view)
 
     def pick(
         self, cache: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor
@@ -99,6 +110,33 @@ class Layout:
         inner = torch.unravel_index(self.places[:, :, offsets], outer.shape[1:])
         picked: torch.Tensor = outer[(blocks[None, None, :, None], *inner)]
         return picked
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy numbers between a view of blocks and one of rows.
+
+    Packed blocks have two or four numbers side by side. If rows have them so too, they are copied
+    as one number; if not, one after the other, since torch is slow with an inner loop that short.
+    """
+    for axis, size in enumerate(target.shape):
+        in_target, in_source = target.stride(axis), source.stride(axis)
+        if not 1 < size <= MOST_PACKED or 1 not in (in_target, in_source):
+            continue
+        if in_target != in_source:
+            for number in range(size):
+                target.select(axis, number).copy_(source.select(axis, number))
+            return
+        wide = WIDE.get(size * target.itemsize)
+        if wide is not None and all(_is_aligned(view, size) for view in (target, source)):
+            target.view(wide).copy_(source.view(wide))
+            return
+    target.copy_(source)
+
+
+def _is_aligned(view: torch.Tensor, size: int) -> bool:
+    """Whether its innermost numbers can be taken `size` at a time."""
+    places = view.storage_offset(), *view.stride()[:-1]
+    return view.stride(-1) == 1 and not any(place % size for place in places)
 
 
 def learn_layout(
@@ -216,11 +254,21 @@ class PagedCache:
         """Whether cached K/V has fewer bits than computed K/V."""
         return self.dtype in CODES.values()
 
-    @property
+    @cached_property
     def fills_blocks(self) -> bool:
-        """Whether a whole block is written faster by copies than by vLLM's operation."""
+        """Whether a whole block can be copied: on a CPU, where its numbers lie together."""
         block = self.layers[0].kv_cache.select(self._layout.block_dim, 0)
         return self.device.type == "cpu" and bool(block.is_contiguous())
+
+    @cached_property
+    def block_bytes(self) -> Sequence[Bytes]:
+        """The blocks [blocks, bytes] of each layer; only where `fills_blocks`."""
+        outer = (layer.kv_cache.movedim(self._layout.block_dim, 0) for layer in self.layers)
+        return [each.view(len(each), -1).view(torch.uint8).numpy() for each in outer]
+
+    def unpack(self, blocks: Bytes) -> torch.Tensor:
+        """K and V [planes, heads, tokens, head_dim] of copies of blocks [layers, blocks, bytes]."""
+        return self._layout.unpack(torch.from_numpy(blocks).view(self.dtype))
 
     def fill(self, block: int, planes: torch.Tensor) -> None:
         """Write K and V [planes, heads, tokens, head_dim] of a whole block of all layers."""
@@ -262,96 +310,3 @@ class PagedCache:
                 for rows, scale in ((key, layer._k_scale), (value, layer._v_scale))  # noqa: SLF001
             )
         layer.impl.do_kv_cache_update(layer, key, value, cache, slots)
-
-
-class BlockRows:
-    """The K/V of one request, in vLLM's own blocks (a `kvboost.models.base.Slots`)."""
-
-    def __init__(self, cache: PagedCache, block_ids: Sequence[int]) -> None:
-        self.exact_stop = sys.maxsize
-        self._cache = cache
-        starts = np.asarray(block_ids, np.int64)[:, None] * cache.block_size
-        slots = (starts + np.arange(cache.block_size)).ravel()
-        self._blocks, self._slots = upload(cache.device, block_ids, slots)
-
-    def write(self, span: Span, kv: KV) -> None:
-        """Copy the first `len(span)` tokens of `kv` to the rows of `span`."""
-        planes = sent(kv[0], self._cache.device)  # one copy for all layers
-        size, fills = self._cache.block_size, self._cache.fills_blocks
-        step = size if fills else max(1, span.stop)
-        for start in range(span.start // step * step, span.stop, step):
-            part = span.within(Span(start, start + step))
-            rows = planes[:, :, part.start - span.start : part.stop - span.start]
-            if fills and len(part) == size:
-                self._cache.fill(int(self._blocks[start // size]), rows)
-            else:
-                self._put(rows.transpose(1, 2), self._slots[part.start : part.stop])
-
-    def read(self, span: Span) -> KV:
-        """A copy of the rows of `span`, in host memory."""
-        planes = self._take(span)
-        with beside([self._cache.device]):
-            return [fetched(planes).contiguous()]
-
-    def turn(self, span: Span, change: Callable[[KV], None]) -> None:
-        """Change the rows of `span`."""
-        for start in range(span.start, span.stop, TURNED_AT_ONCE):
-            part = Span(start, min(start + TURNED_AT_ONCE, span.stop))
-            rows = self.read(part)
-            change(rows)
-            self.write(part, rows)
-
-    def _put(self, planes: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write planes [planes, tokens, heads, head_dim]."""
-        for layer in range(self._cache.geometry.num_layers):
-            self._cache.put(layer, planes[2 * layer : 2 * layer + 2], slots)
-
-    def _take(self, span: Span) -> torch.Tensor:
-        """Planes [planes, heads, tokens, head_dim] of the rows of `span`, on the device."""
-        size = self._cache.block_size
-        first, last = span.start // size, -(-span.stop // size)
-        blocks = self._blocks[first:last]
-        part = slice(span.start - first * size, span.stop - first * size)
-        return self._cache.take(blocks)[:, :, part]
-
-
-class StagedRows(BlockRows):
-    """Rows of one save or one load: on a GPU many chunks at a time, a few kernels a layer.
-
-    While they are read nobody may write them; `flush` ends writing.
-    """
-
-    def __init__(self, cache: PagedCache, block_ids: Sequence[int]) -> None:
-        super().__init__(cache, block_ids)
-        is_staged = cache.device.type != "cpu"
-        self._most = STAGED_BYTES // cache.geometry.bytes_per_token if is_staged else 0
-        self._taken, self._planes = Span(0, 0), torch.empty(0)
-        self._waiting: list[tuple[Span, torch.Tensor]] = []  # to be written
-
-    def write(self, span: Span, kv: KV) -> None:
-        """Copy the first `len(span)` tokens of `kv` to the rows of `span`, by the next flush."""
-        if not self._most:
-            super().write(span, kv)
-            return
-        self._waiting.append((span, kv[0][:, :, : len(span)]))
-        if sum(len(span) for span, _ in self._waiting) >= self._most:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what is staged."""
-        if not self._waiting:
-            return
-        planes = [sent(each, self._cache.device).transpose(1, 2) for _, each in self._waiting]
-        slots = [self._slots[span.start : span.stop] for span, _ in self._waiting]
-        self._put(torch.cat(planes, dim=1), torch.cat(slots))
-        self._waiting = []  # last: after a fault, the next flush tries again or fails the load
-
-    def _take(self, span: Span) -> torch.Tensor:
-        if not (self._taken.start <= span.start and span.stop <= self._taken.stop):
-            # A prompt is saved from its end to its beginning.
-            ahead = min(self._most, FIRST_STAGE * len(span)) if not self._taken.stop else self._most
-            self._taken = Span(min(span.start, max(0, span.stop - ahead)), span.stop)
-            self._planes = torch.empty(0)  # its memory is needed now
-            self._planes = super()._take(self._taken)
-        first = span.start - self._taken.start
-        return self._planes[:, :, first : first + len(span)]

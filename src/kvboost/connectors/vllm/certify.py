@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from kvboost.connectors.vllm.blocks import BlockRows, PagedCache
+from kvboost.connectors.vllm.blocks import PagedCache
+from kvboost.connectors.vllm.rows import BlockRows
 from kvboost.connectors.vllm.sparse import SparseModel
 from kvboost.core import Span
 from kvboost.errors import UnsupportedModel

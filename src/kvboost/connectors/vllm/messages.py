@@ -76,7 +76,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Compare an answer on moved text with full prefill, which then is stored.
+    """Prefill an answer on moved text in full, compare both, and store what is exact now.
 
     The request has ended; its blocks are kept for this.
     """

@@ -20,6 +20,7 @@ OPTIONS = (
     "max_cache_bytes",
     "max_chunks",
     "max_disk_bytes",
+    "promote",
     "quality_budget",
     "recompute_overlap",
     "recompute_ratio",

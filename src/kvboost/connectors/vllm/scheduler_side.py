@@ -107,13 +107,15 @@ class SchedulerSide:
         hash_block_size: int,
     ) -> None:
         """`blocks_of` returns a request's blocks; `hash_block_size`: tokens per block hash."""
-        self._default = options.reuse
+        self._default, self._chunk_size = options.reuse, options.chunk_size
+        self._promotes = options.promote
         self._blocks_of, self._hash_block_size = blocks_of, hash_block_size
         self._choice = Choice(options, repairs)
         self.guard = self._choice.guard
         self._known: dict[str, _Known] = {}
         self._work = StepWork()
-        self._audited: dict[str, float] = {}  # by request: the ratio it was made with
+        # By request: the ratio it was made with; None: it is only prefilled exactly.
+        self._audited: dict[str, float | None] = {}
         self._audited_since = math.inf  # the one audit that workers carry out, if any
         self.counts: Counter[str] = Counter()  # since they were taken
 
@@ -295,6 +297,8 @@ class SchedulerSide:
         self, request: VLLMRequest, known: _Known, num_rows: int, *, is_last: bool
     ) -> Save | None:
         stop = num_rows if known.exact_stop is None else min(num_rows, known.exact_stop)
+        if not is_last:  # the rest of a chunk is saved with the answer's first tokens
+            stop -= stop % self._chunk_size
         if stop < LEAST_TOKENS:
             return None
         tokens, blocks = list(request.all_token_ids[:stop]), self._blocks_of(request.request_id)
@@ -304,10 +308,11 @@ class SchedulerSide:
         num_answered = min(request.num_tokens - request.num_prompt_tokens, MOST_AUDITED)
         if known.exact_stop is None or num_answered < 1 or num_rows < request.num_prompt_tokens:
             return None
-        if not self.guard.wants_audit(EVERYBODY):
+        is_audit = self.guard.wants_audit(EVERYBODY)
+        if not (is_audit or self._promotes):
             return None
         stop = request.num_prompt_tokens + num_answered
-        self._audited[request.request_id] = known.ratio
+        self._audited[request.request_id] = known.ratio if is_audit else None
         if stop > LONGEST_AUDIT or len(self._audited) > 1:
             self._judge(Verdict(request.request_id))
             return None
@@ -328,6 +333,8 @@ class SchedulerSide:
         ratio = self._audited.pop(verdict.request_id)
         if not self._audited:
             self._audited_since = math.inf
+        if ratio is None:
+            return
         if verdict.kl is None:
             self.guard.abandon(EVERYBODY)
         else:

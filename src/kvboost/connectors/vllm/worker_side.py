@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +21,7 @@ import torch
 from kvboost.build import build_store
 from kvboost.config import Options
 from kvboost.connectors.vllm.audits import compared
-from kvboost.connectors.vllm.blocks import BlockRows, PagedCache, StagedRows
+from kvboost.connectors.vllm.blocks import PagedCache
 from kvboost.connectors.vllm.messages import (
     Audit,
     Facts,
@@ -30,6 +33,7 @@ from kvboost.connectors.vllm.messages import (
     Verdict,
 )
 from kvboost.connectors.vllm.reported import ReportedIndex
+from kvboost.connectors.vllm.rows import BlockRows, HostBlocks, StagedRows
 from kvboost.core import (
     FrameKey,
     KVGeometry,
@@ -58,6 +62,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_SAVE_WAIT_S = 2.0  # of the oldest save, until it is done; beyond that, new ones are dropped
+NICE_OF_SAVES = 10
 IDLE_WAIT_S = 0.005  # for transfers, when the model has nothing to compute
 
 Agree = Callable[[Sequence[bool]], list[bool]]
@@ -92,13 +97,14 @@ class WorkerSide:
         self._options, self._repairs, self.cache = options, repairs, cache
         self.metrics = Metrics()
         self._index = ReportedIndex()
-        self._store = build_store(options, cache.geometry, self.metrics, self._index)
+        keep = partial(HostBlocks, cache)
+        self._store = build_store(options, cache.geometry, self.metrics, self._index, keep=keep)
         self._sparse: SparseModel | None = None
         self._model = KVFacts(b"", cache.geometry, {})
         self._is_first, self._agree = is_first, agree
         self._prefetcher = ThreadPoolExecutor(4, "kvboost-prefetch")
         self._loader = ThreadPoolExecutor(1, "kvboost-load")
-        self._saver = ThreadPoolExecutor(1, "kvboost-save")
+        self._saver = ThreadPoolExecutor(1, "kvboost-save", _give_way)
         self._done = threading.Condition()
         self._num_pending = 0
         self._loaded: set[str] = set()
@@ -405,6 +411,8 @@ class WorkerSide:
         self._report.verdicts.append(verdict)
         is_exact = verdict.kl is not None
         tokens = audit.tokens[: -1 if is_exact else audit.exact_stop]
+        if self._is_first:
+            self.metrics.add("promoted_tokens", len(tokens) - audit.exact_stop, tenant=audit.tenant)
         rows = audit.tenant, audit.block_ids
         save = Save(audit.request_id, tokens, *rows, is_last=True, epoch=audit.epoch)
         self._start_saving(save)
@@ -422,6 +430,21 @@ class WorkerSide:
     def _space(self, tenant: str) -> Namespace:
         epoch = self._store.epochs.of(tenant)
         return namespace(self._model.fingerprint, tenant, None, epoch=epoch)
+
+
+def _give_way() -> None:
+    """Let this thread use any core of the process, and mostly those that others leave idle.
+
+    It inherits the core that vLLM binds its main thread to on CPUs, where it would delay each step.
+    """
+    if sys.platform != "linux":
+        return
+    os.nice(NICE_OF_SAVES)  # of a thread, on Linux
+    cores: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended
+            cores |= os.sched_getaffinity(int(thread))
+    os.sched_setaffinity(0, cores)
 
 
 def _positions(spans: Iterable[Span], start: int, stop: int) -> Iterator[int]:
