@@ -268,6 +268,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             of_vllm("kvboost_exact_tokens", "connector, exact"),
             of_vllm("kvboost_moved_tokens", "connector, moved"),
             of_vllm("kvboost_repaired_tokens", "of it computed again"),
+            of_vllm("kvboost_promoted_tokens", "made exact in idle time"),
             text="What is left of all was computed.",
         ),
         series("Audits", of_vllm("kvboost_audits", "audits per second")),

@@ -30,7 +30,7 @@ from kvboost.codecs.raw import RawCodec
 from kvboost.connectors.vllm.blocks import PagedCache
 from kvboost.connectors.vllm.messages import StepWork
 from kvboost.connectors.vllm.rows import BlockChunk, BlockRows, HostBlocks
-from kvboost.connectors.vllm.worker_side import NICE_OF_SAVES, WorkerSide
+from kvboost.connectors.vllm.worker_side import NICENESS, WorkerSide
 from kvboost.core import Entry, PrefixKey, Provenance, Span
 from kvboost.reuse.keys import namespace
 from kvboost.tiers.base import StoredChunk
@@ -154,7 +154,7 @@ def test_saves_leave_the_cores_to_the_model(worker: WorkerSide) -> None:
 
     os.sched_setaffinity(0, {min(cores)})
     try:
-        assert worker._saver.submit(where).result() == (min(19, niceness + NICE_OF_SAVES), cores)
+        assert worker._saver.submit(where).result() == (min(19, niceness + NICENESS), cores)
     finally:
         os.sched_setaffinity(0, cores)
         is_over.set()

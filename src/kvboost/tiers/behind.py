@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,9 +20,26 @@ from kvboost.tiers.base import Tier
 from kvboost.tiers.epochs import Erasure
 
 BATCH_BYTES, BATCH_KEYS = 8 << 20, 256  # that are written at once, at most
+NICENESS = 5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0  # before a tier that failed is tried again
 
 log = logging.getLogger(__name__)
+
+
+def give_way(niceness: int) -> None:
+    """Let the calling thread run on any core of the process, mostly where others leave it idle.
+
+    A thread inherits the core that its maker is bound to. vLLM binds the thread of its model on
+    CPUs: what shares that core delays each step. Only Linux knows priorities of threads.
+    """
+    if sys.platform != "linux":
+        return
+    os.nice(niceness)
+    cores: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended
+            cores |= os.sched_getaffinity(int(thread))
+    os.sched_setaffinity(0, cores)
 
 
 class Source(Protocol):
@@ -134,6 +154,7 @@ class WriteBehind:
             self._changed.notify_all()
 
     def _loop(self) -> None:
+        give_way(NICENESS)
         while True:
             with self._changed:
                 self._is_busy = False

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -53,6 +51,7 @@ from kvboost.reuse.lookup import find
 from kvboost.reuse.place import Placed, assemble
 from kvboost.reuse.repair import Repair
 from kvboost.reuse.store import commit
+from kvboost.tiers.behind import give_way
 from kvboost.tiers.epochs import owner
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_SAVE_WAIT_S = 2.0  # of the oldest save, until it is done; beyond that, new ones are dropped
-NICE_OF_SAVES = 10
+NICENESS = 10  # of saves
 IDLE_WAIT_S = 0.005  # for transfers, when the model has nothing to compute
 
 Agree = Callable[[Sequence[bool]], list[bool]]
@@ -104,7 +103,7 @@ class WorkerSide:
         self._is_first, self._agree = is_first, agree
         self._prefetcher = ThreadPoolExecutor(4, "kvboost-prefetch")
         self._loader = ThreadPoolExecutor(1, "kvboost-load")
-        self._saver = ThreadPoolExecutor(1, "kvboost-save", _give_way)
+        self._saver = ThreadPoolExecutor(1, "kvboost-save", give_way, (NICENESS,))
         self._done = threading.Condition()
         self._num_pending = 0
         self._loaded: set[str] = set()
@@ -430,21 +429,6 @@ class WorkerSide:
     def _space(self, tenant: str) -> Namespace:
         epoch = self._store.epochs.of(tenant)
         return namespace(self._model.fingerprint, tenant, None, epoch=epoch)
-
-
-def _give_way() -> None:
-    """Let this thread use any core of the process, and mostly those that others leave idle.
-
-    It inherits the core that vLLM binds its main thread to on CPUs, where it would delay each step.
-    """
-    if sys.platform != "linux":
-        return
-    os.nice(NICE_OF_SAVES)  # of a thread, on Linux
-    cores: set[int] = set()
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # it has ended
-            cores |= os.sched_getaffinity(int(thread))
-    os.sched_setaffinity(0, cores)
 
 
 def _positions(spans: Iterable[Span], start: int, stop: int) -> Iterator[int]:
