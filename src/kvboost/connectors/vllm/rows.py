@@ -41,12 +41,11 @@ class BlockRows:
 
     def place(self, span: Span, chunk: StoredChunk, offset: int) -> None:
         """Copy tokens of a stored chunk from `offset` on to the rows of `span`."""
-        whole = self.whole_blocks(span) if isinstance(chunk, BlockChunk) and not offset else []
-        if whole and isinstance(chunk, BlockChunk):
+        if isinstance(chunk, BlockChunk) and not offset and (whole := self.whole_blocks(span)):
             chunk.copy_to(whole)
-        else:
-            stop = offset + len(span)
-            self.write(span, [part[:, :, offset:stop] for part in chunk.kv()])
+            return
+        stop = offset + len(span)
+        self.write(span, [part[:, :, offset:stop] for part in chunk.kv()])
 
     def whole_blocks(self, span: Span) -> Sequence[int]:
         """The blocks that `span` fills, if it fills all of them and they can be copied."""
