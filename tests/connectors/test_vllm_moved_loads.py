@@ -12,6 +12,7 @@ import torch
 from fake_vllm import (
     AWAY,
     CHUNK_SIZE,
+    HOME,
     FakeSparse,
     changes_of,
     do,
@@ -141,7 +142,7 @@ def test_moved_text_that_cannot_be_computed_fails(worker: WorkerSide, sparse: Fa
 
 ANSWERED = [*PROMPT, *words(5, seed=7)]
 AUDIT = Audit("r", ANSWERED, len(PROMPT), HEAD, "", AWAY)
-IDLE = StepWork(is_idle=True)
+IDLE = StepWork(is_idle=True, is_quiet=True)
 
 
 def judged(worker: WorkerSide, audit: Audit) -> tuple[Report, int]:
@@ -247,13 +248,20 @@ def test_an_audit_waits_for_idle_time_until_the_scheduler_ends_it(
     assert torch.equal(rows_of(worker, AWAY, Span(0, HEAD)), rows[:, :, :HEAD])
 
 
-def test_an_audit_that_was_begun_is_given_up_in_a_busy_time_too(
+def test_an_audit_that_is_given_up_stores_what_is_exact_by_then(
     worker: WorkerSide, sparse: FakeSparse
 ) -> None:
-    sparse.logits = [logits_of(0, 1, 2, 3, 0)] * 2
-    do(worker, StepWork(audits=[AUDIT], is_idle=True))
+    sparse.logits = [torch.zeros(1, 4)] * 2
+    long = words(300, seed=1)
+    audit = replace(AUDIT, tokens=long, num_prompt=299, exact_stop=16, block_ids=[*AWAY, *HOME])
+    do(worker, replace(IDLE, audits=[audit]))
+    assert len(sparse.forwards) == 2
+    do(worker, StepWork(is_idle=True))  # somebody waits
     assert len(sparse.forwards) == 2
     assert do(worker, StepWork(ends_audits=True)) == ({"r"}, set())
     report = worker.take_report()
     assert report is not None and report.verdicts == [Verdict("r")]
     assert len(sparse.forwards) == 2
+    stored = b"".join(change.entry.tokens for change in report.changes if change.entry is not None)
+    assert len(stored) == 4 * (16 + AUDIT_TOKENS)
+    assert worker.metrics.snapshot()["promoted_tokens"] == AUDIT_TOKENS

@@ -176,16 +176,16 @@ def test_a_request_waits_until_all_ranks_have_prefetched() -> None:
 def test_an_audit_that_fails_on_one_rank_ends_on_all(
     ranks: list[WorkerSide], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_fails(sparse: FakeSparse, _: Audit) -> Iterator[None]:
+    def one_fails(sparse: FakeSparse, _: Audit) -> Iterator[int]:
         for _ in range(2):
             if sparse is failing:
                 raise MemoryError
-            yield
+            yield 16
 
     monkeypatch.setattr(worker_side_module, "compared", one_fails)
     failing = ranks[1]._sparse
     audit = Audit("r", PROMPT, len(PROMPT) - 4, 0, "", AWAY)
-    on_all(ranks, StepWork(audits=[audit], is_idle=True))
+    on_all(ranks, StepWork(audits=[audit], is_idle=True, is_quiet=True))
     for each in ranks:
         assert not each._audits
 

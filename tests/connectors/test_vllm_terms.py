@@ -17,6 +17,7 @@ from kvboost.connectors.vllm.scheduler_side import (
     AUDIT_PATIENCE_S,
     LONGEST_AUDIT,
     MOST_AUDITED,
+    PROMOTION_PAUSE_S,
     SchedulerSide,
 )
 from kvboost.policy.cost import Work
@@ -101,21 +102,103 @@ def test_a_request_too_long_to_hold_its_blocks_is_not_audited() -> None:
     assert len(answered(side, "short")[1]) == 1  # nobody waits for the long one
 
 
-def test_an_audit_that_finds_no_idle_time_is_ended_on_all_ranks_in_one_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
     monkeypatch.setattr(scheduler_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def other(side: SchedulerSide) -> dict[str, FakeRequest]:
+    """A request with text of its own, which waits to be scheduled."""
+    request = FakeRequest("other", words(50, seed=9))
+    side.add(request)
+    return {"other": request}
+
+
+def test_an_audit_may_go_on_while_nobody_waits(now: list[float]) -> None:
     side = scheduler_side(ELSEWHERE)
-    assert not side.step({}, {}, ()).ends_audits
+    answered(side, "r")
+    now[0] += 10 * AUDIT_PATIENCE_S
+    work = side.step({}, {}, ())
+    assert work.is_quiet and not work.ends_audits
+
+
+def test_an_audit_that_holds_blocks_for_long_is_ended_on_all_ranks_in_one_step(
+    now: list[float],
+) -> None:
+    side = scheduler_side(ELSEWHERE)
+    requests = other(side)
     for number in range(2):
         answered(side, f"r{number}")
         now[0] += AUDIT_PATIENCE_S
-        assert not side.step({}, {}, ()).ends_audits
+        assert not side.step({"other": 1}, requests, ()).ends_audits
         now[0] += 1.0
-        assert side.step({}, {}, ()).ends_audits
+        assert side.step({"other": 1}, requests, ()).ends_audits
         side.report(Report(verdicts=[Verdict(f"r{number}")]))
-        assert not side.step({}, {}, ()).ends_audits
+        assert not side.step({"other": 1}, requests, ()).ends_audits
+
+
+def test_an_audit_ends_for_requests_that_lack_blocks() -> None:
+    side = scheduler_side(ELSEWHERE)
+    answered(side, "r")
+    requests = other(side)
+    work = side.step({"other": 1}, requests, ())
+    assert not work.is_quiet and not work.ends_audits
+    assert side.step({"other": 1}, requests, ("other",)).ends_audits
+    assert side.step({}, requests, ()).ends_audits  # it finds no room
+
+
+def test_an_audit_goes_on_later_if_a_request_only_waits_for_its_load() -> None:
+    side = scheduler_side(ELSEWHERE)
+    answered(side, "r")
+    loading = FakeRequest("loading", [*ELSEWHERE, 1, 2])
+    admit(side, loading)
+    work = side.step({}, {"loading": loading}, ())
+    assert work.loads and not work.is_quiet and not work.ends_audits
+
+
+def promoting(side: SchedulerSide) -> None:
+    """Until trials are over, and answers are promoted without an audit."""
+    for number in range(NUM_TRIALS):
+        answered(side, f"trial {number}")
+        side.report(Report(verdicts=[Verdict(f"trial {number}", 0.01, 1.0)]))
+
+
+def test_an_audit_that_is_due_takes_the_verdict_of_a_promotion() -> None:
+    """Promotions would take its place otherwise."""
+    options = Options(reuse="auto", chunk_size=CHUNK_SIZE, audit_ratio=0.5)
+    side = scheduler_side(ELSEWHERE, options=options)
+    promoting(side)
+    assert side.counts["audits"] == NUM_TRIALS
+    assert answered(side, "promoted")[1]
+    assert answered(side, "due")[1] == []
+    side.report(Report(verdicts=[Verdict("promoted", 0.02, 1.0)]))
+    assert side.counts["audits"] == NUM_TRIALS + 1
+
+
+def test_what_is_exact_already_is_not_promoted() -> None:
+    options = Options(reuse="auto", chunk_size=CHUNK_SIZE, audit_ratio=0.0)
+    side = scheduler_side(ELSEWHERE, options=options)
+    promoting(side)
+    request = FakeRequest("r", PROMPT)
+    admit(side, request)
+    side.loaded(["r"])
+    side.report(Report(changes=changes_of(PROMPT)))  # another request's
+    request.answer([1, 2])
+    side.finish(request)
+    assert side.step({}, {}, ()).audits == []
+
+
+def test_promotions_pause_after_one_that_was_given_up(now: list[float]) -> None:
+    options = Options(reuse="auto", chunk_size=CHUNK_SIZE, audit_ratio=0.0)
+    side = scheduler_side(ELSEWHERE, options=options)
+    promoting(side)
+    assert answered(side, "one")[1]
+    side.report(Report(verdicts=[Verdict("one")]))
+    assert answered(side, "two")[1] == []
+    now[0] += PROMOTION_PAUSE_S
+    assert answered(side, "three")[1]
 
 
 def test_exact_answers_and_those_that_were_not_given_are_not_audited() -> None:

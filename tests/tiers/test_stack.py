@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +23,7 @@ from kvboost.reuse.store import commit
 from kvboost.tiers import guarded
 from kvboost.tiers import store as store_module
 from kvboost.tiers.base import StoredChunk, Tier
-from kvboost.tiers.behind import FIRST_PAUSE_S, NICENESS, WriteBehind
+from kvboost.tiers.behind import FIRST_PAUSE_S, WriteBehind
 from kvboost.tiers.disk.tier import DiskTier
 from kvboost.tiers.guarded import PROBE
 from kvboost.tiers.stack import Opener
@@ -75,26 +73,6 @@ def test_what_is_stored_goes_below_and_comes_up_elsewhere() -> None:
         assert all(second.tiers.memory.holds(key) for key in keys)
         assert second.index.get(keys[1]) == first.index.get(keys[1])
         assert second.metrics.snapshot()["loaded_chunks"] == 5
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux knows priorities of threads")
-def test_what_writes_below_leaves_the_cores_to_others() -> None:
-    """It may use any of them, even where its maker is bound to one."""
-    cores, is_over = os.sched_getaffinity(0), threading.Event()
-    threading.Thread(target=is_over.wait).start()  # some other thread, on all cores
-    os.sched_setaffinity(0, {min(cores)})
-    try:
-        with opened(FaultyTier()) as store:
-            keep(store, list(range(40)))
-            assert store.tiers.flush(5)
-            (writer,) = (each for each in threading.enumerate() if each.name.endswith("behind"))
-            assert writer.native_id is not None
-            assert os.sched_getaffinity(writer.native_id) == cores
-            niceness = os.getpriority(os.PRIO_PROCESS, writer.native_id)
-            assert niceness == min(19, os.nice(0) + NICENESS)
-    finally:
-        os.sched_setaffinity(0, cores)
-        is_over.set()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import sys
@@ -27,19 +28,28 @@ log = logging.getLogger(__name__)
 
 
 def give_way(niceness: int) -> None:
-    """Let the calling thread run on any core of the process, mostly where others leave it idle.
+    """Let other threads go first, and use one core at a time, but any that the process uses.
 
-    A thread inherits the core that its maker is bound to. vLLM binds the thread of its model on
-    CPUs: what shares that core delays each step. Only Linux knows priorities of threads.
+    vLLM binds the thread of its model to a core, which the threads that it makes inherit: what runs
+    there delays each step. Without a limit to one core, OpenMP would bind a thread again when it
+    first shares out its work. Only on Linux does a thread have a niceness of its own.
     """
     if sys.platform != "linux":
         return
-    os.nice(niceness)
-    cores: set[int] = set()
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # it has ended
-            cores |= os.sched_getaffinity(int(thread))
-    os.sched_setaffinity(0, cores)
+    if (limit := getattr(ctypes.CDLL(None), "omp_set_num_threads", None)) is not None:
+        limit(1)  # in this thread
+    with suppress(OSError):  # a sandbox may forbid it
+        os.nice(niceness)
+    with suppress(OSError):
+        threads = map(int, os.listdir("/proc/self/task"))
+        os.sched_setaffinity(0, set().union(*map(_cores, threads)))
+
+
+def _cores(thread: int) -> set[int]:
+    try:
+        return os.sched_getaffinity(thread)
+    except ProcessLookupError:  # it has ended
+        return set()
 
 
 class Source(Protocol):

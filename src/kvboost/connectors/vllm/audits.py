@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 AUDIT_TOKENS = 128  # computed at once: a request that comes meanwhile waits for no more
 
 
-def compared(sparse: SparseModel, audit: Audit) -> Iterator[Verdict | None]:
+def compared(sparse: SparseModel, audit: Audit) -> Iterator[int | Verdict]:
     """Compute an answer's logits on the rows it was made from, then on rows computed in full.
 
-    Step by step; the rows are exact afterwards.
+    Step by step: each yields the number of rows that are exact so far, the last one the verdict.
     """
     tokens, first, stop = audit.tokens, audit.num_prompt - 1, len(audit.tokens) - 1
     answer, count = range(first, stop), stop - first
@@ -31,7 +31,7 @@ def compared(sparse: SparseModel, audit: Audit) -> Iterator[Verdict | None]:
     for start in range(audit.exact_stop, first, AUDIT_TOKENS):
         piece = range(start, min(start + AUDIT_TOKENS, first))
         sparse.forward(tokens[start : piece.stop], piece, audit.block_ids)
-        yield None
+        yield piece.stop
     full = logits().log_softmax(-1)
     kl = (full.exp() * (full - reused)).sum(-1).clamp_min(0).mean()
     same = (full.argmax(-1) == reused.argmax(-1)).float().mean()

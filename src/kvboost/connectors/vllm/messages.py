@@ -76,7 +76,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Prefill an answer on moved text in full, compare both, and store what is exact now.
+    """Prefill an answer on moved text in full, compare it with what it was, and store it.
 
     The request has ended; its blocks are kept for this.
     """
@@ -109,7 +109,8 @@ class StepWork:
     audits: list[Audit] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
     is_idle: bool = False  # the model has nothing to compute
-    ends_audits: bool = False  # they have waited for idle time for too long
+    is_quiet: bool = False  # and nobody waits for it, so that audits may go on
+    ends_audits: bool = False  # others want the blocks that they hold, or have for too long
 
 
 @dataclass(slots=True)

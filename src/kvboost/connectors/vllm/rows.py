@@ -52,7 +52,8 @@ class BlockRows:
         size = self._cache.block_size
         if not self._cache.fills_blocks or span.start % size or span.stop % size:
             return []
-        return self.block_ids[span.start // size : span.stop // size]
+        found = self.block_ids[span.start // size : span.stop // size]
+        return found if len(found) * size == len(span) else []
 
     def write(self, span: Span, kv: KV) -> None:
         """Copy the first `len(span)` tokens of `kv` to the rows of `span`."""

@@ -6,7 +6,6 @@ It keeps a copy of the workers' index and decides by it; what turns out to be go
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections import Counter
@@ -40,7 +39,8 @@ REQUEST_OPTIONS = ("reuse",)
 
 MOST_AUDITED = 32  # tokens of an answer
 LONGEST_AUDIT = 8192  # tokens of prompt and answer: blocks are held until it is done
-AUDIT_PATIENCE_S = 10.0  # without idle time: an audit holds blocks
+AUDIT_PATIENCE_S = 10.0  # after which the next request ends it: it holds blocks
+PROMOTION_PAUSE_S = 60.0  # after one that was given up
 
 
 class VLLMRequest(Protocol):
@@ -82,6 +82,11 @@ class _Known:
     num_moved: int = 0
     num_repaired: int = 0
 
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for K/V, and not for blocks."""
+        return self.loads or self.num_prefetching > 0
+
     def count(self, num_exact: int, num_moved: int, num_repaired: int) -> None:
         """Record what of its prompt was reused."""
         self.num_exact, self.num_moved, self.num_repaired = num_exact, num_moved, num_repaired
@@ -94,6 +99,15 @@ class _Known:
             "moved_tokens": self.num_moved,
             "repaired_tokens": self.num_repaired,
         }
+
+
+@dataclass
+class _Audited:
+    """An answer on moved text that workers prefill exactly."""
+
+    ratio: float  # of moved tokens that were repaired
+    since: float
+    is_counted: bool  # its verdict is an audit's
 
 
 class SchedulerSide:
@@ -114,9 +128,8 @@ class SchedulerSide:
         self.guard = self._choice.guard
         self._known: dict[str, _Known] = {}
         self._work = StepWork()
-        # By request: the ratio it was made with; None: it is only prefilled exactly.
-        self._audited: dict[str, float | None] = {}
-        self._audited_since = math.inf  # the one audit that workers carry out, if any
+        self._audited: dict[str, _Audited] = {}  # by request; at most one
+        self._promote_at = 0.0  # not before
         self.counts: Counter[str] = Counter()  # since they were taken
 
     def learn(self, facts: Sequence[Facts]) -> None:
@@ -218,7 +231,8 @@ class SchedulerSide:
         work, self._work = self._work, StepWork()
         work.preempted = set(preempted)
         work.is_idle = not num_scheduled
-        work.ends_audits = time.monotonic() - self._audited_since > AUDIT_PATIENCE_S
+        work.is_quiet = work.is_idle and not requests
+        work.ends_audits = not work.is_quiet and self._wants_blocks(work, requests)
         for request_id in work.preempted & self._known.keys():
             self._known[request_id].was_loaded = False
         for request_id, count in num_scheduled.items():
@@ -308,15 +322,18 @@ class SchedulerSide:
         num_answered = min(request.num_tokens - request.num_prompt_tokens, MOST_AUDITED)
         if known.exact_stop is None or num_answered < 1 or num_rows < request.num_prompt_tokens:
             return None
-        is_audit = self.guard.wants_audit(EVERYBODY)
-        if not (is_audit or self._promotes):
+        is_due = self.guard.wants_audit(EVERYBODY)
+        if not (is_due or self._may_promote(request, known)):
             return None
         stop = request.num_prompt_tokens + num_answered
-        self._audited[request.request_id] = known.ratio if is_audit else None
-        if stop > LONGEST_AUDIT or len(self._audited) > 1:
-            self._judge(Verdict(request.request_id))
+        running = next(iter(self._audited.values()), None)
+        if running is not None or stop > LONGEST_AUDIT:
+            if is_due and running is not None and not running.is_counted:
+                running.is_counted = True  # it will tell as much
+            elif is_due:
+                self.guard.abandon(EVERYBODY)
             return None
-        self._audited_since = time.monotonic()
+        self._audited[request.request_id] = _Audited(known.ratio, time.monotonic(), is_due)
         return Audit(
             request_id=request.request_id,
             tokens=list(request.all_token_ids[:stop]),
@@ -327,20 +344,35 @@ class SchedulerSide:
             epoch=known.epoch,
         )
 
+    def _may_promote(self, request: VLLMRequest, known: _Known) -> bool:
+        """Whether to prefill an answer exactly that is not audited: nothing has done it yet."""
+        if not self._promotes or self._audited or time.monotonic() < self._promote_at:
+            return False
+        prompt = list(request.all_token_ids[: request.num_prompt_tokens])
+        return not self._choice.has_all(self._choice.read(prompt, known.tenant))
+
+    def _wants_blocks(self, work: StepWork, requests: Iterable[str]) -> bool:
+        """Whether requests want the blocks of the one that is audited, or it has them for long."""
+        since = [each.since for each in self._audited.values()]
+        if work.preempted or any(time.monotonic() - each > AUDIT_PATIENCE_S for each in since):
+            return True
+        served = {name for name, known in self._known.items() if known.waits}
+        return work.is_idle and any(name not in served for name in requests)
+
     def _judge(self, verdict: Verdict) -> None:
-        if verdict.request_id not in self._audited:
+        audited = self._audited.pop(verdict.request_id, None)
+        if audited is None:
             return  # another rank has said it already
-        ratio = self._audited.pop(verdict.request_id)
-        if not self._audited:
-            self._audited_since = math.inf
-        if ratio is None:
+        if verdict.kl is None:
+            self._promote_at = time.monotonic() + PROMOTION_PAUSE_S
+        if not audited.is_counted:
             return
         if verdict.kl is None:
             self.guard.abandon(EVERYBODY)
-        else:
-            log.info("audit: mean KL %.4f, top-1 %.2f", verdict.kl, verdict.top1)
-            self.counts["audits"] += 1
-            self.guard.record(EVERYBODY, ratio, verdict.kl, verdict.top1)
+            return
+        log.info("audit: mean KL %.4f, top-1 %.2f", verdict.kl, verdict.top1)
+        self.counts["audits"] += 1
+        self.guard.record(EVERYBODY, audited.ratio, verdict.kl, verdict.top1)
 
     def _measurable(
         self, num_scheduled: Mapping[str, int], requests: Mapping[str, VLLMRequest]

@@ -77,6 +77,13 @@ class KVFacts:
     rotations: Mapping[int, Rotation | None]
 
 
+@dataclass
+class _AuditUnderWay:
+    audit: Audit
+    steps: Iterator[int | Verdict]
+    exact_stop: int  # rows before this one are exact by now
+
+
 class WorkerSide:
     """Loads, saves and repairs what the scheduler's side decided.
 
@@ -110,7 +117,7 @@ class WorkerSide:
         self._saved: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._saves: dict[str, tuple[Future[None], float]] = {}  # of each request, and since when
-        self._audits: deque[tuple[Audit, Iterator[Verdict | None]]] = deque()
+        self._audits: deque[_AuditUnderWay] = deque()
         self._report = Report()
         on_cpu = cache.device.type == "cpu"
         self._streams = [] if on_cpu else [torch.Stream(cache.device) for _ in range(2)]
@@ -155,9 +162,9 @@ class WorkerSide:
         for load in work.loads:
             if not load.is_exact:
                 self._load_moved(load)
-        self._audits += [(audit, self._compared(audit)) for audit in work.audits]
-        if self._audits and (work.is_idle or work.ends_audits):
-            self._go_on_with_audit(is_idle=work.is_idle)
+        self._audits += map(self._begun, work.audits)
+        if self._audits and (work.is_quiet or work.ends_audits):
+            self._go_on_with_audit(gives_up=work.ends_audits)
 
     def wait_for_saves(self, request_ids: Iterable[str]) -> None:
         """Wait for saves of requests that are about to lose their blocks."""
@@ -337,7 +344,7 @@ class WorkerSide:
             self._report.failed.append(load.request_id)
             self._failed_blocks.update(load.block_ids[stop // size : -(-load.stop // size)])
 
-    def _start_saving(self, save: Save) -> None:
+    def _start_saving(self, save: Save) -> bool:
         """Queue a save, or drop it: blocks that wait to be saved are missing in vLLM.
 
         Never dropped while an earlier save of the same request is pending: that one still reads
@@ -352,9 +359,10 @@ class WorkerSide:
                 self.metrics.add("dropped_writes", num_chunks, tenant=save.tenant)
                 with self._done:
                     self._saved.add(name)
-            return
+            return False
         _, since = self._saves.get(name, (None, now))
         self._saves[name] = self._submit(self._saver, self._save, save, self._now()), since
+        return True
 
     def _now(self) -> torch.Event | None:
         """On a GPU: the end of all that the model was given so far."""
@@ -393,12 +401,16 @@ class WorkerSide:
         finally:  # vLLM may give the blocks to others then
             stream.synchronize()
 
-    def _go_on_with_audit(self, *, is_idle: bool) -> None:
-        """Run a step of an audit, or abandon it if there is no idle time: it holds blocks."""
-        audit, steps = self._audits[0]
-        verdict, goes_on = None, is_idle
+    def _go_on_with_audit(self, *, gives_up: bool) -> None:
+        """Run a step of an audit, or give it up; what is exact by then is saved."""
+        current = self._audits[0]
+        audit, verdict, goes_on = current.audit, None, not gives_up
         try:
-            verdict = next(steps) if is_idle else None
+            found = next(current.steps) if goes_on else current.exact_stop
+            if isinstance(found, Verdict):
+                verdict, current.exact_stop = found, len(audit.tokens) - 1
+            else:
+                current.exact_stop = found
         except Exception:
             log.exception("an audit failed")
             goes_on = False
@@ -408,17 +420,14 @@ class WorkerSide:
             return
         self._audits.popleft()
         self._report.verdicts.append(verdict)
-        is_exact = verdict.kl is not None
-        tokens = audit.tokens[: -1 if is_exact else audit.exact_stop]
-        if self._is_first:
-            self.metrics.add("promoted_tokens", len(tokens) - audit.exact_stop, tenant=audit.tenant)
-        rows = audit.tenant, audit.block_ids
-        save = Save(audit.request_id, tokens, *rows, is_last=True, epoch=audit.epoch)
-        self._start_saving(save)
+        stop, where = current.exact_stop, (audit.tenant, audit.block_ids)
+        save = Save(audit.request_id, audit.tokens[:stop], *where, is_last=True, epoch=audit.epoch)
+        if self._start_saving(save) and self._is_first:
+            self.metrics.add("promoted_tokens", stop - audit.exact_stop, tenant=audit.tenant)
 
-    def _compared(self, audit: Audit) -> Iterator[Verdict | None]:
+    def _begun(self, audit: Audit) -> _AuditUnderWay:
         assert self._sparse is not None
-        return compared(self._sparse, audit)
+        return _AuditUnderWay(audit, compared(self._sparse, audit), audit.exact_stop)
 
     def _own_plan(self, load: Load) -> ReusePlan:
         """What this rank has of a prompt now, by its own keys."""
