@@ -25,7 +25,7 @@ MAX_LINES = {
     "library": 11_970,
     "application": 5_970,
     "weights": 700,
-    "connectors": 2_260,
+    "connectors": 2_295,
     "bench": 5_145,
     "fleet": 1_775,
     "probe": 1_150,

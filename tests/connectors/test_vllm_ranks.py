@@ -26,7 +26,7 @@ from fake_vllm import (
     worker_side,
 )
 from fakes import words
-from kvboost.connectors.vllm import worker_side as worker_side_module
+from kvboost.connectors.vllm import audits as audits_module
 from kvboost.connectors.vllm.messages import Audit, Change, Facts, Load, Report, StepWork
 from kvboost.connectors.vllm.scheduler_side import SchedulerSide
 from kvboost.connectors.vllm.worker_side import WorkerSide
@@ -182,7 +182,7 @@ def test_an_audit_that_fails_on_one_rank_ends_on_all(
                 raise MemoryError
             yield 16
 
-    monkeypatch.setattr(worker_side_module, "compared", one_fails)
+    monkeypatch.setattr(audits_module, "compared", one_fails)
     failing = ranks[1]._sparse
     audit = Audit("r", PROMPT, len(PROMPT) - 4, 0, "", AWAY)
     on_all(ranks, StepWork(audits=[audit], is_idle=True, is_quiet=True))

@@ -15,6 +15,24 @@ if TYPE_CHECKING:
 AUDIT_TOKENS = 128  # computed at once: a request that comes meanwhile waits for no more
 
 
+class AuditUnderWay:
+    """An audit that is carried out step by step."""
+
+    def __init__(self, sparse: SparseModel, audit: Audit) -> None:
+        self.audit = audit
+        self.exact_stop = audit.exact_stop  # rows before this one are exact by now
+        self._steps = compared(sparse, audit)
+
+    def advance(self) -> Verdict | None:
+        """Carry out a step; the last one has the verdict."""
+        found = next(self._steps)
+        if isinstance(found, Verdict):
+            self.exact_stop = len(self.audit.tokens) - 1
+            return found
+        self.exact_stop = found
+        return None
+
+
 def compared(sparse: SparseModel, audit: Audit) -> Iterator[int | Verdict]:
     """Compute an answer's logits on the rows it was made from, then on rows computed in full.
 

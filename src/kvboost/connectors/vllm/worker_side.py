@@ -18,10 +18,9 @@ import torch
 
 from kvboost.build import build_store
 from kvboost.config import Options
-from kvboost.connectors.vllm.audits import compared
+from kvboost.connectors.vllm.audits import AuditUnderWay
 from kvboost.connectors.vllm.blocks import PagedCache
 from kvboost.connectors.vllm.messages import (
-    Audit,
     Facts,
     Load,
     Prefetch,
@@ -77,13 +76,6 @@ class KVFacts:
     rotations: Mapping[int, Rotation | None]
 
 
-@dataclass
-class _AuditUnderWay:
-    audit: Audit
-    steps: Iterator[int | Verdict]
-    exact_stop: int  # rows before this one are exact by now
-
-
 class WorkerSide:
     """Loads, saves and repairs what the scheduler's side decided.
 
@@ -117,7 +109,7 @@ class WorkerSide:
         self._saved: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._saves: dict[str, tuple[Future[None], float]] = {}  # of each request, and since when
-        self._audits: deque[_AuditUnderWay] = deque()
+        self._audits: deque[AuditUnderWay] = deque()
         self._report = Report()
         on_cpu = cache.device.type == "cpu"
         self._streams = [] if on_cpu else [torch.Stream(cache.device) for _ in range(2)]
@@ -162,7 +154,9 @@ class WorkerSide:
         for load in work.loads:
             if not load.is_exact:
                 self._load_moved(load)
-        self._audits += map(self._begun, work.audits)
+        for audit in work.audits:
+            assert self._sparse is not None
+            self._audits.append(AuditUnderWay(self._sparse, audit))
         if self._audits and (work.is_quiet or work.ends_audits):
             self._go_on_with_audit(gives_up=work.ends_audits)
 
@@ -406,11 +400,8 @@ class WorkerSide:
         current = self._audits[0]
         audit, verdict, goes_on = current.audit, None, not gives_up
         try:
-            found = next(current.steps) if goes_on else current.exact_stop
-            if isinstance(found, Verdict):
-                verdict, current.exact_stop = found, len(audit.tokens) - 1
-            else:
-                current.exact_stop = found
+            if goes_on:
+                verdict = current.advance()
         except Exception:
             log.exception("an audit failed")
             goes_on = False
@@ -424,10 +415,6 @@ class WorkerSide:
         save = Save(audit.request_id, audit.tokens[:stop], *where, is_last=True, epoch=audit.epoch)
         if self._start_saving(save) and self._is_first:
             self.metrics.add("promoted_tokens", stop - audit.exact_stop, tenant=audit.tenant)
-
-    def _begun(self, audit: Audit) -> _AuditUnderWay:
-        assert self._sparse is not None
-        return _AuditUnderWay(audit, compared(self._sparse, audit), audit.exact_stop)
 
     def _own_plan(self, load: Load) -> ReusePlan:
         """What this rank has of a prompt now, by its own keys."""
