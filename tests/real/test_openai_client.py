@@ -191,67 +191,6 @@ def test_stop_texts_end_an_answer_and_are_not_in_it(client: OpenAI, model: str) 
     assert streamed == whole[: whole.index("26")]
 
 
-def test_a_seed_gives_the_same_text_and_another_seed_another(client: OpenAI, model: str) -> None:
-    texts = [text_of(chat(client, model, temperature=1.0, seed=seed)) for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
-    free = {text_of(chat(client, model, temperature=1.0)) for _ in range(3)}
-    assert len(free) > 1
-
-
-def test_penalties_keep_words_from_coming_back(client: OpenAI, model: str) -> None:
-    def num_repeated(**given: Any) -> int:
-        logprobs = complete(client, model, prompt="a b a b a b", logprobs=0, max_tokens=24, **given)
-        tokens = logprobs.choices[0].logprobs.tokens
-        return len(tokens) - len(set(tokens))
-
-    plain = num_repeated()
-    assert plain > 12
-    assert num_repeated(frequency_penalty=2.0) < plain / 2
-    assert num_repeated(presence_penalty=2.0) < plain
-    assert num_repeated(extra_body={"repetition_penalty": 1.8}) < plain / 2
-
-
-def test_logit_bias_forces_and_forbids(client: OpenAI, model: str) -> None:
-    answer = complete(client, model, logit_bias={"105": 100}, max_tokens=5, logprobs=0)
-    assert len(set(answer.choices[0].logprobs.tokens)) == 1
-    forced = answer.choices[0].logprobs.tokens[0]
-    first = complete(client, model, max_tokens=1)
-    assert text_of(first) != forced
-    without = complete(client, model, logit_bias={"105": -100}, max_tokens=5)
-    assert forced not in text_of(without)
-
-
-def test_limits_of_the_answer_have_two_names(client: OpenAI, model: str) -> None:
-    fields = {"model": model, "messages": USER, "temperature": 0}
-    old = client.chat.completions.create(**fields, max_tokens=5)
-    new = client.chat.completions.create(**fields, max_completion_tokens=5)
-    assert text_of(old) == text_of(new)
-    assert new.usage.completion_tokens == 5 and new.choices[0].finish_reason == "length"
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"temperature": 3}, "temperature"),
-        ({"extra_body": {"temprature": 0}}, "did you mean 'temperature'"),
-    ],
-)
-def test_a_wrong_parameter_is_a_bad_request_that_names_it(
-    client: OpenAI, model: str, given: dict[str, Any], told: str
-) -> None:
-    with pytest.raises(openai.BadRequestError, match=told) as refused:
-        chat(client, model, **given)
-    assert refused.value.type == "invalid_request_error"
-    assert refused.value.body["param"]
-    assert refused.value.request_id
-
-
-def test_another_model_is_not_found(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as refused:
-        chat(client, "gpt-4o")
-    assert refused.value.code == "model_not_found"
-
-
 def test_the_second_call_finds_the_prompt_of_the_first(client: OpenAI, model: str) -> None:
     messages = [{"role": "system", "content": LONG_TEXT}, *USER]
     cached, texts = [], []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-import openai
 import pytest
 from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
@@ -117,17 +116,3 @@ def test_a_schema_holds_and_is_parsed(client: OpenAI, model: str) -> None:
     with client.responses.stream(**fields, text_format=Weather) as stream:
         stream.until_done()
         assert stream.get_final_response().output_parsed == parsed.output_parsed
-
-
-def test_state_is_not_kept(client: OpenAI, model: str) -> None:
-    answer = ask(client, model, max_output_tokens=2)
-    assert answer.store is False
-    with pytest.raises(openai.BadRequestError, match="keeps no state"):
-        ask(client, model, previous_response_id=answer.id)
-    with pytest.raises(openai.BadRequestError, match="keeps no state"):
-        ask(client, model, store=True)
-
-
-def test_embeddings_are_refused_with_the_reason(client: OpenAI, model: str) -> None:
-    with pytest.raises(openai.NotFoundError, match="generates text"):
-        client.embeddings.create(model=model, input="hi")

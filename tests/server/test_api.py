@@ -139,6 +139,8 @@ def test_logprobs_of_a_completion_have_openais_shape(client: TestClient) -> None
     assert logprobs["tokens"] == ["Hel", "lo", " world"]
     assert logprobs["text_offset"] == [0, 3, 5]
     assert logprobs["top_logprobs"][0] == {"a": -0.25, "Hel": -1.5}  # the chosen one as well
+    chosen_alone = complete(client, logprobs=0)["choices"][0]["logprobs"]
+    assert chosen_alone["tokens"] == logprobs["tokens"]
     parts = streamed(client, COMPLETIONS, logprobs=1)[:-1]
     said = [part["choices"][0]["logprobs"] for part in parts]
     assert [at for each in said if each for at in each["text_offset"]] == [0, 3, 5]

@@ -331,6 +331,7 @@ def test_other_models_paths_and_methods_are_told(client: TestClient) -> None:
         (client.delete("/v1/cache"), 405),
     ):
         assert reply.status_code == status
+        assert reply.headers["x-request-id"]
         assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
     assert client.get(CHAT).headers["allow"] == "POST"
 
