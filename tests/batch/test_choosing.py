@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from unittest.mock import patch
 
 import pytest
@@ -20,7 +21,7 @@ from transformers.generation.logits_process import (
 
 from kvboost.core import Sampling
 from kvboost.errors import ConfigError
-from kvboost.models.sampling import Choice, Chooser, adjust, choose
+from kvboost.models.sampling import MOST_RANKED, Choice, Chooser, adjust, choose
 
 SIZE = 40
 
@@ -68,14 +69,39 @@ def test_the_tokens_that_may_be_drawn_are_those_of_transformers(
     assert allowed(logits, sampling) == set(scores.isfinite().nonzero()[:, 0].tolist())
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
-    logits, chooser = logits_of(1, size=6) / 3, Chooser(Sampling(temperature=0.8, seed=3), [])
-    drawn = [chosen([logits], [chooser])[0].token for _ in range(4000)]
-    shares = torch.bincount(torch.tensor(drawn), minlength=6) / len(drawn)
-    assert float((shares - (logits / 0.8).softmax(-1)).abs().max()) < 0.03
+def drawn(logits: torch.Tensor, sampling: Sampling, count: int) -> list[int]:
+    chooser = Chooser(sampling, [])
+    return [chosen([logits], [chooser])[0].token for _ in range(count)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1e-50])
+@pytest.mark.parametrize(
+    ("rules", "shares"),
+    [
+        ({}, [0.1, 0.4, 0.2, 0.3]),
+        ({"top_k": 2}, [0, 4 / 7, 0, 3 / 7]),
+        ({"top_p": 0.65}, [0, 4 / 7, 0, 3 / 7]),
+        ({"top_p": 0.0}, [0, 1, 0, 0]),
+        ({"min_p": 0.45}, [0, 4 / 9, 2 / 9, 3 / 9]),
+        ({"top_k": 2, "top_p": 0.5}, [0, 1, 0, 0]),  # top_p of what top_k leaves: 4 of 7
+        ({"temperature": 0.5}, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
+    ],
+)
+def test_tokens_come_as_often_as_they_should(rules: dict, shares: list[float]) -> None:
+    count, logits = 4000, torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
+    tokens = Counter(drawn(logits, Sampling(**{"temperature": 1.0, "seed": 1} | rules), count))
+    for token, share in enumerate(shares):
+        tolerance = 5 * math.sqrt(count * share * (1 - share))  # five standard deviations
+        assert abs(tokens[token] - count * share) <= tolerance
+
+
+def test_a_flat_distribution_is_not_cut_where_sorting_began() -> None:
+    size = 4 * MOST_RANKED
+    logits = torch.linspace(1e-3, 0, size)  # nearly flat, the likeliest first
+    tokens = drawn(logits, Sampling(temperature=1.0, top_p=0.75, seed=3), 300)
+    assert MOST_RANKED < max(tokens) <= 0.75 * size
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1e-50, 1e-300])
 def test_without_temperature_the_likeliest_token_is_taken(temperature: float) -> None:
     for seed in range(5):
         chooser = Chooser(Sampling(temperature=temperature), [])
@@ -97,13 +123,21 @@ def test_a_seed_means_the_same_alone_and_beside_any_others() -> None:
         Sampling(temperature=2.0, top_k=3, top_p=0.2),
         Sampling(temperature=1.0, top_k=1000),
     ]
-    for top_k in (0, 7):
-        sampling = Sampling(temperature=1.5, seed=11, top_k=top_k)
+    for rules in ({}, {"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.1}):
+        sampling = Sampling(temperature=1.5, seed=11, **rules)
         expected = answer([], sampling)
         assert len(set(expected)) > 2
         for count in range(1, 5):
             assert answer(company[:count], sampling) == expected
-        assert answer([], Sampling(temperature=1.5, seed=12, top_k=top_k)) != expected
+        assert answer([], Sampling(temperature=1.5, seed=12, **rules)) != expected
+
+
+def test_a_seed_means_the_same_beside_others_where_logits_are_equal() -> None:
+    rows = torch.randn(2, 5000, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    own = Sampling(temperature=1.0, top_k=50, seed=7)
+    choosers = [Chooser(Sampling(temperature=1.0, top_p=0.9), []), Chooser(own, [])]
+    beside = [chosen(list(rows), choosers)[1].token for _ in range(20)]
+    assert beside == drawn(rows[1], own, 20)
 
 
 def test_without_a_seed_two_answers_differ() -> None:
@@ -225,6 +259,13 @@ def test_rules_that_fail_are_one_requests_matter() -> None:
     assert first == Choice(int(logits_of(1).argmax()))
     assert str(error) == "broken grammar"
     assert [last] == chosen([logits_of(3)], [Chooser(rules[2], [])])
+
+
+def test_a_prompt_token_without_a_logit_is_an_error_of_its_request_alone() -> None:
+    rows = torch.arange(20.0).view(2, 10)
+    choosers = [Chooser(Sampling(repetition_penalty=2.0), [12]), Chooser(Sampling(), [])]
+    error, choice = choose(list(rows), choosers)
+    assert isinstance(error, IndexError) and choice.token == 9
 
 
 def test_logprobs_of_what_cannot_come_are_numbers() -> None:
