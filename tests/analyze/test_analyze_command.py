@@ -132,22 +132,6 @@ def test_broken_lines_are_left_out_and_counted(
     assert err.startswith("kvboost: skipping line 5: input_length=None")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--replicas", "2"], "--replicas reads the log once for each fleet: pass a file"),
-        (["x", "--block-tokens", "0"], "--block-tokens: expected numbers above 0"),
-    ],
-)
-def test_wrong_usage_is_told(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["analyze", *arguments])
-    assert ended.value.code == 2
-    assert words in capsys.readouterr().err
-
-
 def test_a_long_log_through_a_pipe_stays_small_and_loads_no_torch() -> None:
     check = (
         "import sys\n"

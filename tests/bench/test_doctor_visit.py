@@ -153,12 +153,6 @@ def test_a_model_that_is_refused(
     assert page["settings"] == []
 
 
-def test_seconds_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["doctor", "--model", "any", "--seconds", "0"])
-    assert "--seconds=0.0: expected a number above 0" in capsys.readouterr().err
-
-
 def test_lengths_fit_time_and_model() -> None:
     assert fitting_lengths(1e-9, 40, None) == list(LENGTHS)
     assert fitting_lengths(1e-9, 40, 1024) == [64, 128, 256, 512]
