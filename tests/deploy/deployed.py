@@ -99,3 +99,10 @@ def num_bytes(written: str) -> int:
 
 def option_after(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
+
+
+def assert_forgets_instead_of_growing(words: list[str], limit: str) -> None:
+    """Of the command line of a Valkey, which may take so much memory."""
+    assert option_after(words, "--maxmemory-policy").startswith("allkeys-")
+    assert option_after(words, "--save") == "" and option_after(words, "--appendonly") == "no"
+    assert num_bytes(option_after(words, "--maxmemory")) < 0.85 * num_bytes(limit)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployed import DEPLOY, IMAGES, Image, num_bytes, option_after, read_yaml
+from deployed import DEPLOY, IMAGES, Image, assert_forgets_instead_of_growing, num_bytes, read_yaml
 
 from kvboost.server.options import read_options
 from kvboost.server.serve import GRACE_S
@@ -103,11 +103,8 @@ def test_only_replicas_reach_the_tier() -> None:
 
 
 def test_the_tier_forgets_instead_of_growing() -> None:
-    words = SERVICES["valkey"]["command"]
-    assert option_after(words, "--maxmemory-policy").startswith("allkeys-")
-    assert option_after(words, "--save") == "" and option_after(words, "--appendonly") == "no"
-    limit = num_bytes(SERVICES["valkey"]["mem_limit"])
-    assert num_bytes(option_after(words, "--maxmemory")) < 0.85 * limit
+    valkey = SERVICES["valkey"]
+    assert_forgets_instead_of_growing(valkey["command"], valkey["mem_limit"])
 
 
 def test_prometheus_finds_all_replicas_and_has_a_key() -> None:

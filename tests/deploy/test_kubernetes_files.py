@@ -21,6 +21,7 @@ from deployed import (
     KUSTOMIZED,
     ROOT,
     Image,
+    assert_forgets_instead_of_growing,
     manifest,
     manifests,
     num_bytes,
@@ -253,11 +254,8 @@ def test_selectors_find_pods(kind: str) -> None:
 
 
 def test_the_tier_forgets_instead_of_growing() -> None:
-    words = VALKEY["args"]
-    assert option_after(words, "--maxmemory-policy").startswith("allkeys-")
-    assert option_after(words, "--save") == "" and option_after(words, "--appendonly") == "no"
-    limit = num_bytes(VALKEY["resources"]["limits"]["memory"])
-    assert num_bytes(option_after(words, "--maxmemory")) < 0.85 * limit
+    limits = VALKEY["resources"]["limits"]
+    assert_forgets_instead_of_growing(VALKEY["args"], limits["memory"])
 
 
 @pytest.mark.parametrize(("name", "template"), PODS, ids=[name for name, _ in PODS])

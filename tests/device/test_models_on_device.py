@@ -256,19 +256,15 @@ def test_a_model_in_single_precision_may_have_its_products_rounded() -> None:
             assert len(answers(engine)) == 2 * len(PROMPTS)
 
 
-def test_a_model_on_cpu_and_gpu_is_refused_with_the_reason() -> None:
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [("cpu", "on cpu and cuda:0: load it on GPUs only"), ("meta", "are offloaded")],
+)
+def test_a_model_with_weights_elsewhere_is_refused_with_the_reason(place: str, reason: str) -> None:
     with pretended() as device:
         model = to_device(build(*SUPPORTED["llama"]), device)
-        model.lm_head.weight = torch.nn.Parameter(torch.empty(512, 64, device="cpu"))
-        with pytest.raises(UnsupportedModel, match="on cpu and cuda:0: load it on GPUs only"):
-            KVBoost(model, WordTokenizer())
-
-
-def test_a_model_with_offloaded_weights_is_refused_with_the_reason() -> None:
-    with pretended() as device:
-        model = to_device(build(*SUPPORTED["llama"]), device)
-        model.lm_head.weight = torch.nn.Parameter(torch.empty(512, 64, device="meta"))
-        with pytest.raises(UnsupportedModel, match="are offloaded"):
+        model.lm_head.weight = torch.nn.Parameter(torch.empty(512, 64, device=place))
+        with pytest.raises(UnsupportedModel, match=reason):
             KVBoost(model, WordTokenizer())
 
 

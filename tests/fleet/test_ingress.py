@@ -324,17 +324,12 @@ async def test_a_prefix_that_ray_serves_it_under_is_not_passed_on() -> None:
     scope |= {"headers": [], "client": ("127.0.0.1", 5)}
 
     async def receive() -> Any:
+        if replicas.calls:
+            await asyncio.Event().wait()
         return {"type": "http.request", "body": b"", "more_body": False}
 
     async def send(message: Any) -> None:
         pass
 
-    waits = asyncio.Event()
-
-    async def receive_once() -> Any:
-        if replicas.calls:
-            await waits.wait()
-        return await receive()
-
-    await Front(replicas, ServerOptions(model="m"))(scope, receive_once, send)
+    await Front(replicas, ServerOptions(model="m"))(scope, receive, send)
     assert replicas.calls[0].path == "/v1/models"

@@ -67,6 +67,10 @@ def folder(tmp_path: Path) -> Iterator[Folder]:
     folder.close()
 
 
+def refuse(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def on_disk(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
 
@@ -422,9 +426,6 @@ def test_a_folder_of_any_size_takes_few_files_and_a_map_for_each_segment(tmp_pat
 def test_a_disk_without_room_for_the_index_keeps_no_files_open(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     put(folder.open(), 1)
     folder.close()
     before = num_open_files()
@@ -445,9 +446,6 @@ def test_a_disk_without_room_for_the_index_keeps_no_files_open(
 def test_a_full_disk_does_not_lock_a_folder_for_good(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(os, "pwrite", refuse)
     folder.open()
     folder.close()

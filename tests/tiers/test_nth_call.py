@@ -33,15 +33,8 @@ EPOCH = PrefixKey(b"epoch".ljust(32))
 def frame_of(number: int) -> tuple[FrameKey, bytes]:
     tokens = random.Random(number).randbytes(4 * NUM_TOKENS)
     key = PrefixKey(sha256(tokens).digest())
-    entry = Entry(
-        tokens=tokens,
-        provenance=Provenance.EXACT,
-        prefix=key,
-        content=None,
-        parent=None,
-        home=0,
-        space=Namespace(bytes([number in SECRETS]) * 32),
-    )
+    space = Namespace(bytes([number in SECRETS]) * 32)
+    entry = Entry(tokens, Provenance.EXACT, key, None, None, 0, space)
     kv = FakeSlots(NUM_TOKENS, seed=number).read(Span(0, NUM_TOKENS))
     return key, bytes(frame.write(entry, kv, RawCodec(GEOMETRY)))
 
