@@ -1,4 +1,4 @@
-"""Sections on the run itself: what was measured, who is absent, how to do it again, the clock."""
+"""Sections on the run itself: what was measured, who is absent, how to do it again."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,23 +13,6 @@ _USUAL = {
     "questions": (names.QUESTIONS, names.QUICK_QUESTIONS),
 }
 """What a run takes when it is not told: all, and when it is quick."""
-_CLOCK = (
-    "Every system is a separate process that stays alive for the whole run. In each workload and"
-    " round the systems take turns in random order: each clears its cache, then gets the same"
-    " prompts, as the same token ids, in the same order.",
-    "The clock (time.perf_counter) starts just before the call and is read at the first token and"
-    " at the end of the output, with the device synchronised. It does not include starting"
-    " processes, loading models, or converting token ids to text for systems that take only text."
-    " It does not include storing after an output is delivered either: a system may finish that"
-    " before the next prompt. Systems that store first have it in their total.",
-    "Outputs are greedy and of a fixed length. A ratio compares pairs, the same prompt in the same"
-    " round: the system's time divided by the baseline's. Intervals are 95% bootstrap intervals"
-    " over pairs, omitted below six pairs.",
-    "Questions about KVBoost alone (length, share, modes, chunks, memory) are timed in one process"
-    " with both models: KVBoost and plain generate() take turns on the same prompts, 4 output"
-    " tokens each. Repairs are timed there too, against our own full prefill. None of these times"
-    " include storing, which happens after the output; the section on memory shows it.",
-)
 
 
 def measured(results: Results) -> Section:
@@ -94,7 +77,8 @@ def reproduce(results: Results) -> Section:
             Part(table=Table(("setting", "value"), rows)),
         ],
         "Pass your own files for model, GGUF and data. raw.jsonl has every output as measured,"
-        " results.jsonl the data of this report. An interrupted run resumes where it stopped.",
+        " results.jsonl the data of this report. An interrupted run resumes where it stopped."
+        " docs/benchmarks.md says how time is taken and pairs are made.",
     )
 
 
@@ -108,17 +92,6 @@ def _command(run: Line) -> str:
         chosen = tuple(settings.get(name, usual[run["is_quick"]]))
         words += [f"--{name}", *chosen] if chosen != usual[run["is_quick"]] else []
     return " ".join([*words, "--out bench"])
-
-
-def clock() -> Section:
-    """Return the section on how time is taken."""
-    return Section(
-        "clock",
-        "How the clock works",
-        "Each system is timed inside its own process, from just before the call to the first token"
-        " and to the end of the output.",
-        [Part(text=_CLOCK)],
-    )
 
 
 def _setting(value: Any) -> str:

@@ -92,6 +92,11 @@ class Results:
         """Return the rows of a question that have a value for each of the names."""
         return known([row for row in self._questions if row.get("question") == question], *names)
 
+    @property
+    def questions(self) -> list[str]:
+        """The questions that were asked."""
+        return [row["question"] for row in self._questions]
+
     def title(self, system: str) -> str:
         """Return the title of a system."""
         return next((str(s["title"]) for s in self.systems if s["system"] == system), system)

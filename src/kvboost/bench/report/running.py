@@ -1,15 +1,10 @@
-"""Sections on where the time goes, on traffic, and on the noise of the machine."""
+"""Sections on where the time goes, and on traffic."""
 
 from collections.abc import Sequence
-from statistics import mean
 
-from kvboost.bench.report.compared import ratio_bar
 from kvboost.bench.report.reading import (
-    AGAIN,
-    BASELINE,
     METRICS,
     OURS,
-    POOLED,
     STAGES,
     Line,
     Results,
@@ -18,19 +13,9 @@ from kvboost.bench.report.reading import (
     by_workload,
     family,
     grouped,
-    known,
     place,
 )
-from kvboost.bench.report.section import (
-    Part,
-    Picture,
-    Section,
-    Table,
-    joined,
-    ms,
-    percent,
-    with_interval,
-)
+from kvboost.bench.report.section import Part, Picture, Section, Table, ms, percent
 from kvboost.drawing import plots
 
 
@@ -39,7 +24,7 @@ def stages(results: Results) -> Section | None:
     lines = sorted(results.stages, key=lambda s: by_workload(s["workload"]))
     if not lines:
         return None
-    names = sorted({name for s in lines for name in s["stages_ms"]}, key=_stage_place)
+    names = sorted({name for s in lines for name in s["stages_ms"]}, key=lambda n: place(n, STAGES))
     parts = []
     for system, own in grouped(lines, "system", by_system).items():
         phases = grouped(own, "phase", by_phase)
@@ -51,16 +36,12 @@ def stages(results: Results) -> Section | None:
     return Section(
         "stages",
         "Where the time goes",
-        _stages_takeaway([s for s in lines if s["workload"] != POOLED] or lines, names),
+        "Which stages of a request take how long?",
         parts,
         "Stages run one after another. Each cell is a separate median, so a row need not add up to"
         " its total. The covered share is the sum of a request's stages over its wall-clock time;"
         " the rest is not attributed to any stage.",
     )
-
-
-def _stage_place(name: str) -> tuple[int, str]:
-    return place(name, STAGES)
 
 
 def _waterfall(lines: Sequence[Line], names: list[str], phase: str) -> str:
@@ -80,19 +61,6 @@ def _stage_cells(line: Line, names: list[str]) -> tuple[str, ...]:
     covered = [percent(line[name]) for name in ("covered", "least_covered")]
     about = (line["workload"], line["phase"])
     return (*about, *times_ms, ms(line["total_ms"]), *covered, str(line["answers"]))
-
-
-def _stages_takeaway(lines: Sequence[Line], names: list[str]) -> str:
-    means = {n: sum(line["stages_ms"].get(n, 0.0) for line in lines) / len(lines) for n in names}
-    most = max(means, key=lambda name: means[name])
-    share = means[most] / (sum(means.values()) or 1.0)
-    part = "Most" if share > 0.5 else "The largest part"
-    said = f"{part} of the time goes to {most} ({percent(share)})"
-    if covered := known(lines, "covered", "least_covered"):
-        usual = percent(mean(line["covered"] for line in covered))
-        least = percent(min(line["least_covered"] for line in covered))
-        said += f"; stages cover {usual} of the wall clock, and at least {least}"
-    return f"{said}."
 
 
 def traffic(results: Results) -> Section | None:
@@ -115,68 +83,12 @@ def traffic(results: Results) -> Section | None:
         for t in lines
     ]
     table = Table(("system", *columns, "all, s", "repeats"), cells, marked=OURS)
-    fastest = sorted(lines, key=lambda t: float(t["ttft_p95_ms"]))
-    ours = next((n for n, t in enumerate(fastest, 1) if t["system"] in OURS), None)
-    own = f"; our best system is number {ours} of {len(lines)}" if ours else ""
-    requests = lines[0]["requests"]
     return Section(
         "traffic",
         "Traffic",
-        f"With {requests} requests arriving on the same schedule, {fastest[0]['system']} has"
-        f" the lowest p95 of the first token, {ms(fastest[0]['ttft_p95_ms'])} ms{own}.",
+        f"How long do {lines[0]['requests']} requests wait that arrive on the same schedule?",
         [Part(pictures=pictures, table=table)],
-        "A request's clock starts when it arrives, so queueing counts. p50 is the median, p95"
-        f" the 95th percentile: of {requests} requests, roughly the slowest one.",
+        "A request's clock starts when it arrives, so queueing counts. p50 is the median, p95 the"
+        " 95th percentile: of few requests, roughly the slowest one.",
         "The dot is the median, the end of the line the 95th percentile.",
     )
-
-
-def noise(results: Results) -> Section | None:
-    """Return the section on the baseline against itself."""
-    lines = sorted(
-        (m for m in results.measures if (m["system"], m["baseline"]) == (AGAIN, BASELINE)),
-        key=lambda m: (by_workload(m["workload"]), by_phase(m["phase"]), m["metric"]),
-    )
-    if not lines:
-        return None
-    scale = plots.Scale("generate() again, generate() = 1", is_log=True, mark=1.0)
-    pictures = []
-    for metric, own in grouped(lines, "metric", [*METRICS].index).items():
-        bars = [ratio_bar(f"{m['workload']}, {m['phase']}", BASELINE, m) for m in own]
-        until = METRICS[metric]
-        drawn = plots.bars(bars, scale, f"noise, {until}")
-        pictures.append(Picture(until.capitalize(), drawn))
-    rows = [
-        (m["workload"], m["phase"], METRICS[m["metric"]], with_interval(m), str(m["pairs"]))
-        for m in lines
-    ]
-    columns = ("workload", "phase", "until", "ratio (95% interval)", "pairs")
-    return Section(
-        "noise",
-        "Noise floor",
-        _noise_takeaway(lines),
-        [Part(pictures=pictures, table=Table(columns, rows, "All figures"))],
-        "The same program ran twice, as two systems. Intervals should contain 1.",
-    )
-
-
-def _noise_takeaway(lines: Sequence[Line]) -> str:
-    said = []
-    for where, is_pooled in (
-        ("over all workloads together", True),
-        ("on a single workload", False),
-    ):
-        own = [m for m in lines if (m["workload"] == POOLED) == is_pooled]
-        if own:
-            worst = max(own, key=_off)
-            names = [*([] if is_pooled else [worst["workload"]]), worst["phase"]]
-            names.append(METRICS[worst["metric"]])
-            said.append(f"up to {percent(_off(worst))} {where} ({', '.join(names)})")
-    return (
-        f"The ratio of generate() to itself differs from 1 by {joined(said)}: smaller differences"
-        " in this report mean nothing."
-    )
-
-
-def _off(measure: Line) -> float:
-    return float(abs(measure["ratio"] - 1.0))

@@ -4,6 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvboost.drawing import plots
+
 Cells = tuple[str, ...]
 NONE = "\N{EN DASH}"
 
@@ -72,7 +74,7 @@ class Section:
     Attributes:
         slug: Its address in the page.
         title: Its heading.
-        takeaway: One sentence or two, computed from the data.
+        takeaway: What it answers, in a sentence or two.
         parts: What is shown.
         reading: How to read it.
         drawn: How to read its pictures, for files that have them.
@@ -138,12 +140,10 @@ def between(low: float | None, high: float | None) -> str:
     return NONE if low is None or high is None else f"{times(low)} to {times(high)}"
 
 
-def with_interval(measure: Mapping[str, Any] | None) -> str:
-    """Write the ratio of a measure and its interval."""
-    if measure is None:
-        return NONE
-    interval = between(measure["low"], measure["high"])
-    return times(measure["ratio"]) + (f" ({interval})" if interval != NONE else "")
+def ratio_bar(label: str, css: str, row: Mapping[str, Any]) -> plots.Bar:
+    """Return the bar of a ratio, with its interval if there is one."""
+    ratio = row["ratio"]
+    return plots.Bar(label, css, ratio, row.get("low"), row.get("high"), times(ratio))
 
 
 def counted(number: int, noun: str) -> str:
@@ -162,8 +162,3 @@ def plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return str(value)
-
-
-def joined(words: list[str]) -> str:
-    """Write words as a list in a sentence."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kvboost.bench.report import about, choices, compared, losses, questions, running
+from kvboost.bench.report import about, asked, compared, running
 from kvboost.bench.report.markdown import markdown
 from kvboost.bench.report.page import page
 from kvboost.bench.report.reading import Results, read_results
@@ -32,21 +32,12 @@ def sections(results: Results, notes: list[Part]) -> list[Section]:
         about.measured(results),
         compared.headline(results),
         compared.workloads(results),
-        losses.losses(results, notes),
-        questions.frontier(results),
-        questions.length(results),
-        questions.share(results),
+        compared.losses(results, notes),
+        *asked.questions(results),
         running.stages(results),
-        choices.modes(results),
-        choices.chunk(results),
-        choices.chunking(results),
-        choices.memory(results),
-        choices.hits(results),
         running.traffic(results),
         about.absent(results),
-        running.noise(results),
         about.reproduce(results),
-        about.clock(),
     )
     return [section for section in made if section is not None]
 
