@@ -10,7 +10,7 @@ WORKLOADS = (
     "rag-shuffled",
     "agent",
 )
-QUESTIONS = ("length", "share", "modes", "frontier", "chunk", "chunking", "memory", "hits")
+QUESTIONS = ("length", "share", "modes", "frontier", "chunk", "memory", "hits")
 
 QUICK_WORKLOADS = ("system-prompt", "rag-middle", "rag-shuffled")
 QUICK_SYSTEMS = (

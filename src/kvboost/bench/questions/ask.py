@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from kvboost.bench.questions.frontier import frontier
 from kvboost.bench.questions.hits import hits
-from kvboost.bench.questions.pairs import chunk, chunking, length, memory, modes, share
+from kvboost.bench.questions.pairs import chunk, length, memory, modes, share
 from kvboost.bench.questions.subjects import Row, Subject
 from kvboost.errors import ConfigError
 
@@ -21,7 +21,6 @@ QUESTIONS: dict[str, Callable[[Subject], Iterator[Row]]] = {
     "modes": modes,
     "frontier": frontier,
     "chunk": chunk,
-    "chunking": chunking,
     "memory": memory,
     "hits": hits,
 }

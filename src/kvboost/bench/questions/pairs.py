@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvboost.bench.questions.subjects import (
-    NUM_DOCUMENTS,
     QUESTION_TOKENS,
     Pair,
     Row,
-    Session,
     Subject,
     continued,
     layouts,
@@ -24,10 +22,7 @@ from kvboost.bench.questions.subjects import (
     shuffled,
     take,
 )
-from kvboost.engine.texts import PREFACE, tokens_of
-from kvboost.engine.warm import warm_up
 from kvboost.policy.cost import CostModel
-from kvboost.reuse.chunks import split
 
 SHARES = (0.25, 0.5, 0.75, 0.95)
 QUICK_SHARES = (0.5, 0.95)
@@ -39,14 +34,6 @@ MODES: dict[str, dict[str, Any]] = {
 }
 SIZES = ((32, 0), (64, 0), (128, 0), (128, 32), (256, 0), (256, 64), (512, 0))  # tokens, window
 QUICK_SIZES = ((64, 0), (128, 0), (128, 32))
-CHUNK_SIZE = 128
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "prefix": {"reuse": "exact"},
-    "anchors": {"reuse": "auto"},
-    "boundary": {"reuse": "auto", "chunk_boundary_window": 32},
-    "document": {"reuse": "auto"},
-}
-"""Options of each; of "document" each text is read by itself, behind a preface."""
 BITS = (16, 8, 4)
 STORED_LENGTHS = (512, 1024)
 QUICK_STORED_LENGTHS = (512,)
@@ -155,54 +142,6 @@ def chunk(subject: Subject) -> Iterator[Row]:
             "stored_bytes_per_token": round(statistics.median(stored[size, window]), 1),
             **pick(middle(pairs), *shown, ttft_ms="ours_ms"),
         }
-
-
-def chunking(subject: Subject) -> Iterator[Row]:
-    """How is text found again that has moved: by whole chunks, by its words, by its documents?
-
-    A row for each strategy; of "fixed", which ours does not have, only what it would find.
-    """
-    grid: list[float] = []
-    seen: dict[str, list[Pair]] = {strategy: [] for strategy in STRATEGIES}
-    for seed in subject.seeds:
-        first, moved = layouts(subject.words(seed), subject.num_tokens)
-        grid.append(grid_share(first, moved))
-        sessions = {
-            strategy: subject.session(cost=CostModel(), chunk_size=CHUNK_SIZE, **options)
-            for strategy, options in STRATEGIES.items()
-        }
-        for strategy, session in sessions.items():
-            _read(session, first, is_by_document=strategy == "document")
-        for strategy, pair in subject.beside(sessions, moved, seed).items():
-            seen[strategy].append(pair)
-    found_share = round(statistics.mean(grid), 4)
-    yield {"strategy": "fixed", "found_share": found_share, "ratio": None, "top1": None}
-    shown = ("found_share", "bare_ms", "ratio", "top1", "pairs")
-    for strategy, pairs in seen.items():
-        yield {"strategy": strategy, **pick(middle(pairs), *shown, ttft_ms="ours_ms")}
-
-
-def grid_share(seen: Sequence[int], prompt: Sequence[int]) -> float:
-    """Share of a prompt in chunks of a fixed grid that were chunks of `seen`, at any place."""
-    known = {chunk.tokens for chunk in split(seen, CHUNK_SIZE)}
-    found = sum(len(c.span) for c in split(prompt, CHUNK_SIZE) if c.tokens in known)
-    return found / len(prompt)
-
-
-def documents_of(prompt: list[int]) -> list[list[int]]:
-    """The documents of a prompt that `layouts` made."""
-    size = (len(prompt) - 2 * QUESTION_TOKENS) // NUM_DOCUMENTS
-    start = len(prompt) - QUESTION_TOKENS - NUM_DOCUMENTS * size
-    return [prompt[start + n * size : start + (n + 1) * size] for n in range(NUM_DOCUMENTS)]
-
-
-def _read(session: Session, prompt: list[int], *, is_by_document: bool) -> None:
-    if not is_by_document:
-        session.ask(prompt)
-        return
-    before = tokens_of(PREFACE, session.tokenizer)
-    for document in documents_of(prompt):
-        warm_up(document, session.parts, before=before, tenant="")
 
 
 @dataclass(frozen=True)
