@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvboost.bench.report.markdown import readme_sentence, readme_table
+from kvboost.bench.tables import table, table_of
 from reference import commands, http_paths, metrics_table, options_table, server_options
 
 ROOT = Path(__file__).parents[1]
@@ -65,18 +66,14 @@ def moved_quality() -> str:
 
 def quality_summary() -> str:
     """The default repair: a row for each model and task."""
-    lines = [
-        "| model | task | prompts | same answer | identical outputs | top-1 | mean KL |"
-        " F1 (full prefill) | TTFT |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    lines += [
-        f"| {run['model']} {run['dtype']} | `{run['task']}`{run['where']} | {run['prompts']} | "
-        f"{_same_answer(run)} | {run['num_same']} | {100 * run['top1']:.0f} % | "
-        f"{run['kl']:.3f} | {_score(run)} | {run['share']:.2f} |"
-        for run in _default_repairs()
-    ]
-    return f"{moved_quality()}\n\n" + "\n".join(lines)
+    head = "model | task | prompts | same answer | identical outputs | top-1 | mean KL"
+    line = "{model} {dtype} | `{task}`{where} | {prompts} | {answers} | {num_same}"
+    made = table_of(
+        f"{head} | F1 (full prefill) | TTFT",
+        f"{line} | {{top1_percent:.0f}} % | {{kl:.3f}} | {{f1}} | {{share:.2f}}",
+        map(_worded, _default_repairs()),
+    )
+    return f"{moved_quality()}\n\n{made}"
 
 
 def quality_tables() -> str:
@@ -99,21 +96,20 @@ def probed_peers() -> str:
     for line in PROBED.read_text().splitlines():
         run = json.loads(line)
         runs[run["server"], run["dtype"]].append(run)
-    lines = [
-        "| server | dtype | runs | red | yellow | hit / new | requests | load |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    rows = [
+        (
+            *(title, dtype, str(len(each)), _named(each, "red"), _named(each, "yellow")),
+            _spread([run["hits"]["ratio"] for run in each if run["hits"]], ".2f"),
+            _spread([run["requests"] for run in each], ".0f"),
+            _spread([run["load"] for run in each], ".0f"),
+        )
+        for name, title in PEERS.items()
+        for (server, dtype), each in sorted(runs.items(), reverse=True)
+        if server == name
     ]
-    for name, title in PEERS.items():
-        for dtype in sorted({dtype for server, dtype in runs if server == name}, reverse=True):
-            each = runs[name, dtype]
-            cells = [title, dtype, str(len(each)), _named(each, "red"), _named(each, "yellow")]
-            cells += [
-                _spread([run["hits"]["ratio"] for run in each if run["hits"]], ".2f"),
-                _spread([run["requests"] for run in each], ".0f"),
-                _spread([run["load"] for run in each], ".0f"),
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return table(
+        ("server", "dtype", "runs", "red", "yellow", "hit / new", "requests", "load"), rows
+    )
 
 
 PAGES: dict[Path, tuple[Callable[[], str], ...]] = {
@@ -152,43 +148,34 @@ def _rows(question: str) -> list[dict[str, Any]]:
 
 
 def _speed_table(rows: list[dict[str, Any]]) -> str:
-    by_case: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = defaultdict(dict)
+    cases: dict[tuple[str, str, int], dict[str, Any]] = defaultdict(dict)
     for row in rows:
-        by_case[row["model"], row["dtype"], row["tokens"]][row["what"]] = row
-    lines = [
-        "| model | tokens | first token, warm | bare, in place | first token, cold | bare | "
-        "whole cold request | decoding step |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for (model, dtype, tokens), case in by_case.items():
-        warm, cold = case["warm"], case["cold"]
-        lines.append(
-            f"| {model} {dtype} | {tokens} | {warm['ours_ms']:.0f} ms ({warm['ratio']:.2f}) | "
-            f"{warm['bare_ms']:.0f} ms | {cold['ours_ms']:.0f} ms ({cold['ratio']:.2f}) | "
-            f"{cold['bare_ms']:.0f} ms | {case['total']['ratio']:.2f} | "
-            f"{case['decode']['ratio']:.2f} |"
-        )
-    return "\n".join(lines)
+        case = cases[row["model"], row["dtype"], row["tokens"]]
+        case |= {"model": row["model"], "dtype": row["dtype"], row["what"]: row}
+        case["tokens"] = row["tokens"]
+    return table_of(
+        "model | tokens | first token, warm | bare, in place | first token, cold | bare"
+        " | whole cold request | decoding step",
+        "{model} {dtype} | {tokens} | {warm[ours_ms]:.0f} ms ({warm[ratio]:.2f})"
+        " | {warm[bare_ms]:.0f} ms | {cold[ours_ms]:.0f} ms ({cold[ratio]:.2f})"
+        " | {cold[bare_ms]:.0f} ms | {total[ratio]:.2f} | {decode[ratio]:.2f}",
+        cases.values(),
+    )
 
 
 def _quality_table(model: str, dtype: str, task: str, rows: list[dict[str, Any]]) -> str:
-    first = rows[0]
-    lines = [
-        f"<details><summary>{model} {dtype}, {task}: prompts of "
-        f"{first['prompt_tokens']:.0f} tokens, full prefill {first['full_s']:.1f} s</summary>",
-        "",
-        "| stored by | repair | prompts | same answer | KL | median | top-1 | F1 (full) | "
-        "computed | time |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    lines += [
-        f"| {row['encoding']} | {row['case']} | {row['prompts']} | {_same_answer(row)} | "
-        f"{row['kl']:.4f} | "
-        f"{row['median_kl']:.4f} | {row['top1']:.3f} | {_score(row)} | "
-        f"{row['computed']:.2f} | {row['time_share']:.2f} |"
-        for row in rows
-    ]
-    return "\n".join([*lines, "", "</details>"])
+    made = table_of(
+        "stored by | repair | prompts | same answer | KL | median | top-1 | F1 (full) | computed"
+        " | time",
+        "{encoding} | {case} | {prompts} | {answers} | {kl:.4f} | {median_kl:.4f} | {top1:.3f}"
+        " | {f1} | {computed:.2f} | {time_share:.2f}",
+        map(_worded, rows),
+    )
+    return (
+        f"<details><summary>{model} {dtype}, {task}: prompts of {rows[0]['prompt_tokens']:.0f}"
+        f" tokens, full prefill {rows[0]['full_s']:.1f} s</summary>\n\n"
+        f"{made}\n\n</details>"
+    )
 
 
 def _default_repairs() -> list[dict[str, Any]]:
@@ -217,32 +204,30 @@ def _default_repairs() -> list[dict[str, Any]]:
     return runs
 
 
-def _score(row: dict[str, Any]) -> str:
-    return f"{row['score']:.2f} ({row['full_score']:.2f})" if "score" in row else ""
-
-
-def _same_answer(row: dict[str, Any]) -> str:
-    if "same_answer_interval" not in row:
-        return ""
-    low, high = row["same_answer_interval"]
-    return f"{100 * row['same_answer']:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
+def _worded(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with what is empty where there was no right answer to compare with."""
+    answers = f1 = ""
+    if "same_answer_interval" in row:
+        low, high = row["same_answer_interval"]
+        answers = f"{100 * row['same_answer']:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
+    if "score" in row:
+        f1 = f"{row['score']:.2f} ({row['full_score']:.2f})"
+    return row | {"answers": answers, "f1": f1, "top1_percent": 100 * row["top1"]}
 
 
 def _identity_table(rows: list[dict[str, Any]]) -> str:
     by_case: dict[tuple[str, str, bool], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         by_case[row["model"], row["dtype"], "bitwise" in row].append(row)
-    lines = [
-        "| model | prompts | warm text = cold text | cold text = `generate()` | equal bit by bit |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    made = []
     for (model, dtype, is_bitwise), case in by_case.items():
-        mode = ", deterministic" if is_bitwise else ""
-        plain = "" if is_bitwise else sum(row["cold_is_plain"] for row in case)
-        bits = sum(row["bitwise"] for row in case) if is_bitwise else ""
-        same = sum(row["warm_is_cold"] for row in case)
-        lines.append(f"| {model} {dtype}{mode} | {len(case)} | {same} | {plain} | {bits} |")
-    return "\n".join(lines)
+        plain = "" if is_bitwise else str(sum(row["cold_is_plain"] for row in case))
+        bits = str(sum(row["bitwise"] for row in case)) if is_bitwise else ""
+        same = str(sum(row["warm_is_cold"] for row in case))
+        name = f"{model} {dtype}" + (", deterministic" if is_bitwise else "")
+        made.append((name, str(len(case)), same, plain, bits))
+    titles = ("warm text = cold text", "cold text = `generate()`", "equal bit by bit")
+    return table(("model", "prompts", *titles), made)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from unittest import mock
 
 from fastapi.routing import APIRoute
 
+from kvboost.bench.tables import table
 from kvboost.cli.main import make_parser
 from kvboost.config import Options
 from kvboost.server.app import Endpoints
@@ -38,7 +39,7 @@ def options_table() -> str:
         (f"`{each.name}`", f"`{each.default!r}`", each.metadata["help"])
         for each in dataclasses.fields(Options)
     ]
-    return _table(("option", "default", "meaning"), rows)
+    return table(("option", "default", "meaning"), rows)
 
 
 def server_options() -> str:
@@ -55,14 +56,14 @@ def server_options() -> str:
             for each in dataclasses.fields(kind)
         ]
         head = ("flag, variable, name in a file", "default", "meaning")
-        parts += [f"## {title}", _table(head, rows)]
+        parts += [f"## {title}", table(head, rows)]
     return "\n\n".join(parts)
 
 
 def metrics_table() -> str:
     """Every metric of the server with its kind, labels and meaning."""
     rows = [(f"`{each.name}`", each.kind, ", ".join(each.labels), each.help) for each in METRICS]
-    return _table(("metric", "kind", "labels", "meaning"), rows)
+    return table(("metric", "kind", "labels", "meaning"), rows)
 
 
 def http_paths() -> str:
@@ -81,7 +82,7 @@ def http_paths() -> str:
             parts += _operation(operation, is_restricted=path in restricted)
     statuses = [(str(status), text) for status, text in STATUSES.items()]
     parts += ["## Statuses", "Success is 200. Errors have an [ErrorBody](#errorbody) and one of:"]
-    parts += [_table(("status", "when"), statuses), "## Bodies"]
+    parts += [table(("status", "when"), statuses), "## Bodies"]
     for name, schema in sorted(document["components"]["schemas"].items()):
         parts += [f"### {name}", *_schema(schema)]
     return "\n\n".join(parts)
@@ -105,10 +106,10 @@ def _command(parser: argparse.ArgumentParser, level: str) -> Iterator[str]:
         yield REFERENCE_OF_SERVE
     elif actions and not below:
         rows = [(_written(each), _told(each, parser.prog)) for each in actions]
-        yield _table(("argument", "meaning"), rows)
+        yield table(("argument", "meaning"), rows)
     elif below:
         rows = [(f"`{name}`", text) for name, (_, text) in below.items()]
-        yield _table(("command", "what it does"), rows)
+        yield table(("command", "what it does"), rows)
     if parser.epilog:
         yield f"```text\n{parser.epilog.strip()}\n```"
     for each, _ in below.values():
@@ -160,7 +161,7 @@ def _operation(operation: dict[str, Any], *, is_restricted: bool) -> Iterator[st
             (f"`{each['name']}`", f"in the {each['in']}", _kind(each["schema"]))
             for each in operation["parameters"]
         ]
-        yield _table(("parameter", "where", "type"), rows)
+        yield table(("parameter", "where", "type"), rows)
     said = []
     if "requestBody" in operation:
         said.append(f"Body: {_content(operation['requestBody']['content'])}.")
@@ -188,7 +189,7 @@ def _schema(schema: dict[str, Any]) -> Iterator[str]:
         rows.append((f"`{name}`", kind + (", required" if name in required else ""),
                      each.get("description", "")))  # fmt: skip
     if rows:
-        yield _table(("field", "type", "meaning"), rows)
+        yield table(("field", "type", "meaning"), rows)
 
 
 def _kind(schema: dict[str, Any], *, may_be_null: bool = True) -> str:
@@ -225,9 +226,3 @@ def _range(schema: dict[str, Any]) -> str:
     if low is not None and high is not None and high < 2**53:
         return f" ({low:g} to {high:g})"
     return f" (at least {low:g})" if low is not None and high is None else ""
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    cells = [[each.replace("|", "\\|") for each in row] for row in rows]
-    lines = [head, ["---"] * len(head), *cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

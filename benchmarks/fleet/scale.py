@@ -23,7 +23,7 @@ from benchmarks import pictures
 from benchmarks.common.measure import Row
 from benchmarks.fleet import scale_page
 from benchmarks.fleet.scale_costs import costs
-from benchmarks.fleet.scale_page import reused
+from benchmarks.fleet.scale_page import CACHE_TOKENS, reused
 from benchmarks.fleet.scale_traffic import BLOCK_TOKENS, Traffic
 from kvboost.analyze.choices import ROUTINGS
 from kvboost.analyze.fleet import Fleet, Setup, simulate
@@ -31,7 +31,7 @@ from kvboost.analyze.logs import LoggedRequest
 from kvboost.routing.choice import Policy
 
 PER_REPLICA_S = 1e8 / 86_400 / 1_000  # requests: 10^8 a day on 1,000 replicas
-CACHE_TOKENS, TIER_TOKENS = 1.5e6, 3e6  # for each replica
+TIER_TOKENS = 3e6  # for each replica
 PREFILL, LINK = 20_000.0, 95_367.0  # tokens/s; the link is 100 Gbit/s at 128 KiB a token
 WARM_S, WARM_TIER_S = 200.0, 450.0  # longer than a cache keeps what is not used
 NUM_REQUESTS = 4_000  # that are counted, of those that come after that

@@ -1,4 +1,4 @@
-"""What routers, indexes and K/V weigh."""
+"""What routers and K/V weigh."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.storage import lookup
 from kvboost.routing.book import Book
 from kvboost.routing.choice import Policy, rank
-from kvboost.tiers.index import ChunkIndex
 
 # name, parameters in 10^9, GPUs of a replica, layers, K/V heads, head size: from their configs
 MODELS = (
@@ -34,9 +32,9 @@ CONTROLLER_TURNS_PER_S = 10  # of Ray Serve 2.60, RAY_SERVE_CONTROL_LOOP_INTERVA
 
 
 def costs() -> list[dict[str, Any]]:
-    """Rows for models and for the index, and for routers and reports by number of replicas."""
+    """Rows for models, and for routers and reports by number of replicas."""
     routers, reports = map(_router, (10, 100, 1000)), map(_report, (4, 16, 64, 256, 1000))
-    return [*map(_model, MODELS), *map(_index, (50_000, 100_000)), *routers, *reports]
+    return [*map(_model, MODELS), *routers, *reports]
 
 
 def bytes_per_token(layers: int, kv_heads: int, head_size: int) -> int:
@@ -50,13 +48,6 @@ def _model(model: tuple[str, float, int, int, int, int]) -> dict[str, Any]:
     prefill = FLOPS * gpus / (2e9 * billions)
     row = {"what": "model", "model": name, "gpus": gpus, "bytes_per_token": size}
     return row | {"prefill_tokens_per_s": prefill, "break_even_gb_per_s": size * prefill / 1e9}
-
-
-def _index(num_chunks: int) -> dict[str, Any]:
-    index, chance = ChunkIndex(), np.random.default_rng(0)
-    for _ in range(num_chunks * lookup.CHUNK // lookup.DOCUMENT):
-        lookup.add(index, chance.integers(0, 150_000, lookup.DOCUMENT).astype("<u4"))
-    return {"what": "index", "chunks": len(index), "bytes": index.size_bytes / len(index)}
 
 
 def _router(num_replicas: int) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from kvboost.bench.report.compared import quality, time_cell
 from kvboost.bench.report.reading import BASELINE, POOLED, Results, read_results
-from kvboost.bench.report.section import NONE, Part, Section, Table
+from kvboost.bench.report.section import NONE, Part, Section
+from kvboost.bench.tables import table
 
 README_SYSTEMS = ("kvboost-exact", "kvboost-auto", BASELINE, "transformers-prefix", "vllm")
 README_PHASES = ("warm", "moved")
@@ -47,7 +48,7 @@ def readme_table(results: Path) -> str:
         shares = " / ".join(NONE if each is None else f"{100 * each:.1f} %" for each in top1)
         rows.append((read.title(system), *ratios, shares))
     columns = ("", "cached prefix", "moved documents", "top-1 agreement")
-    return _table(Table(columns, rows))
+    return table(columns, rows)
 
 
 def _section(section: Section) -> str:
@@ -59,16 +60,10 @@ def _part(part: Part) -> str:
     """Return a part; nothing if it has only pictures."""
     pieces = [*part.text, f"```\n{part.code}\n```" if part.code else ""]
     if part.table:
-        pieces += [f"{part.table.fold}:" if part.table.fold else "", _table(part.table)]
+        pieces += [
+            f"{part.table.fold}:" if part.table.fold else "",
+            table(part.table.columns, part.table.rows),
+        ]
     shown = [piece for piece in pieces if piece]
     title = [f"### {part.title}"] if part.title and shown else []
     return "\n\n".join([*title, *shown])
-
-
-def _table(table: Table) -> str:
-    lines = [table.columns, ("---",) * len(table.columns), *table.rows]
-    return "\n".join(f"| {' | '.join(map(_cell, cells))} |" for cells in lines)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
