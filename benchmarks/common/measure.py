@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import transformers
 
@@ -21,7 +21,7 @@ import kvboost
 from kvboost.bench.machine import commit, cpu
 from kvboost.bench.records import Line as Row
 
-T = TypeVar("T")
+N, T = TypeVar("N"), TypeVar("T")
 
 
 def turns(sides: Sequence[T], num_rounds: int) -> Iterator[tuple[int, T]]:
@@ -29,6 +29,17 @@ def turns(sides: Sequence[T], num_rounds: int) -> Iterator[tuple[int, T]]:
     for number in range(num_rounds):
         for side in sides if number % 2 else sides[::-1]:
             yield number, side
+
+
+def by_turns(sides: Mapping[N, Callable[[int], T]], num_rounds: int) -> dict[N, list[T]]:
+    """What each side gives when called with the number of a round.
+
+    A round before the first, of number 0, warms up allocators, kernels and connections.
+    """
+    taken: dict[N, list[T]] = {name: [] for name in sides}
+    for number, name in turns(list(sides), num_rounds + 1):
+        taken[name].append(sides[name](number))
+    return {name: given[1:] for name, given in taken.items()}
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -39,11 +50,11 @@ def seconds(call: Callable[[], Any]) -> float:
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """The median of the rounds' ratios: a slow minute hits both sides alike."""
-    return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 4)
+    return round(float(np.median(np.divide(ours, theirs))), 4)
 
 
 def median_ms(times_s: Sequence[float]) -> float:
-    return round(1e3 * statistics.median(times_s), 2)
+    return round(1e3 * float(np.median(times_s)), 2)
 
 
 class Peak:

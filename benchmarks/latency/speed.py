@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks.common.material import engine_of, model, stream
-from benchmarks.common.measure import Row, median_ms, median_ratio, seconds, turns
+from benchmarks.common.measure import Row, by_turns, median_ms, median_ratio, seconds
 from kvboost import KVBoost
 from kvboost.bench.questions.subjects import TokenClock
 
@@ -43,7 +43,12 @@ def _measure(length: int, bare: Any, engine: KVBoost, options: argparse.Namespac
     in_place = DynamicCache(config=bare.config)
     bare(input_ids=torch.tensor([prefix]), past_key_values=in_place, logits_to_keep=1)
 
-    def ours(live: list[int], fresh: list[int]) -> dict[str, float]:
+    def prompts(number: int) -> tuple[list[int], list[int]]:
+        live = stream(words, options.live, seed=1000 + number)
+        return live, stream(words, length, seed=2000 + number + length)
+
+    def ours(number: int) -> dict[str, float]:
+        live, fresh = prompts(number)
         warm = engine.generate(prefix + live, 1)
         engine.flush()
         started = time.perf_counter()
@@ -56,7 +61,8 @@ def _measure(length: int, bare: Any, engine: KVBoost, options: argparse.Namespac
             "decode": (cold.total_ms - cold.ttft_ms) / (options.new - 1) / 1e3,
         }
 
-    def theirs(live: list[int], fresh: list[int]) -> dict[str, float]:
+    def theirs(number: int) -> dict[str, float]:
+        live, fresh = prompts(number)
         warm, cold = _same_rows(bare, in_place), DynamicCache(config=bare.config)
         live_ids, ids = torch.tensor([live]), torch.tensor([fresh])
         taken = {
@@ -77,14 +83,8 @@ def _measure(length: int, bare: Any, engine: KVBoost, options: argparse.Namespac
         taken["decode"] = (clock.times[-1] - clock.times[0]) / (options.new - 1)
         return taken
 
-    rounds: dict[Any, list[dict[str, float]]] = {ours: [], theirs: []}
-    for turn, side in turns((ours, theirs), options.rounds + 1):
-        live = stream(words, options.live, seed=1000 + turn)
-        fresh = stream(words, length, seed=2000 + turn + length)
-        taken = side(live, fresh)
-        if turn:  # the first warms up allocators and kernels
-            rounds[side].append(taken)
-    return [_row(length, what, rounds[ours], rounds[theirs]) for what in GOALS]
+    rounds = by_turns({"ours": ours, "bare": theirs}, options.rounds)
+    return [_row(length, what, rounds["ours"], rounds["bare"]) for what in GOALS]
 
 
 def _row(length: int, what: str, *sides: list[dict[str, float]]) -> Row:

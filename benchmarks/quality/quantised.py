@@ -1,10 +1,12 @@
-"""What do quantised frames cost? Size, KL of the answer, speed of the codecs; no store involved."""
+"""What do quantised frames cost? Size and KL of the answer; no store involved.
+
+How long storing and loading them takes is the question `memory` of `kvboost bench`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.common.material import documents, model, tokenizer
-from benchmarks.common.measure import Row, median_ms, median_ratio, seconds
+from benchmarks.common.measure import Row
 from kvboost.bench.questions.frontier import greedy
 from kvboost.codecs.base import Codec
 from kvboost.codecs.kivi import Int4Codec, Int8Codec
@@ -50,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--docs", type=Path, help="folder of .txt files (default: Python's own)")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1000, help="of a prompt's text")
-    parser.add_argument("--timed-tokens", type=int, default=2000)
     parser.add_argument("--new", type=int, default=32)
 
 
@@ -61,11 +62,10 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
     for prompt in _prompts(words, options):
         for what, check in _distances(prompt, ours, codecs, options.new).items():
             seen[what].append(check)
-    stored = [codec for codec in codecs if not isinstance(codec, NudgedCodec)]
-    timed = _times(_timed_prompt(words, options), ours, stored, options.rounds)
     ours.release()
+    sizes = {codec.name: _size(codec) for codec in codecs}
     for what, checks in seen.items():
-        yield {"path": what, **_quality(checks), **timed.get(what, {})}
+        yield {"path": what, **_quality(checks), **sizes.get(what, {})}
 
 
 def _texts(options: argparse.Namespace) -> list[str]:
@@ -82,12 +82,6 @@ def _prompts(words: Any, options: argparse.Namespace) -> Iterator[list[int]]:
         message = {"role": "user", "content": words.decode(tokens[: options.tokens]) + QUESTION}
         text = words.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
         yield words(text, add_special_tokens=False).input_ids
-
-
-def _timed_prompt(words: Any, options: argparse.Namespace) -> list[int]:
-    text = "\n\n".join(_texts(options))[: 12 * options.timed_tokens]
-    tokens: list[int] = words(text).input_ids
-    return tokens[: options.timed_tokens]
 
 
 def _distances(
@@ -129,57 +123,6 @@ def _through(codec: Codec, source: Rows, num_tokens: int, ours: HFModel) -> Rows
 def _spans(num_tokens: int) -> list[Span]:
     starts = range(0, num_tokens, CHUNK_TOKENS)
     return [Span(start, min(num_tokens, start + CHUNK_TOKENS)) for start in starts]
-
-
-def _prefill(rows: Rows, prompt: list[int], ours: HFModel) -> None:
-    rows.crop(0)
-    ours.forward(rows, prompt, range(len(prompt)))
-
-
-def _times(
-    prompt: list[int], ours: HFModel, codecs: list[Codec], rounds: int
-) -> dict[str, dict[str, Any]]:
-    """Encoding and decoding of a prompt's chunks beside the prefill that they save, by turns."""
-    geometry, spans = ours.geometry, _spans(len(prompt))
-    source, target = (ours.fresh_rows(len(prompt)) for _ in range(2))
-    payloads = {
-        codec: [memoryview(bytearray(codec.size(len(span)))) for span in spans] for codec in codecs
-    }
-    taken = defaultdict(list)
-    for turn in range(rounds + 1):
-        parts: dict[str, float] = {}
-        parts["prefill"] = seconds(lambda: _prefill(source, prompt, ours))
-        for codec in codecs if turn % 2 else reversed(codecs):
-            started = time.perf_counter()
-            for span, payload in zip(spans, payloads[codec], strict=True):
-                codec.encode(source.read(span), payload)
-            encoded = time.perf_counter()
-            for span, payload in zip(spans, payloads[codec], strict=True):
-                codec.decode(payload, len(span))
-            decoded = time.perf_counter()
-            for span, payload in zip(spans, payloads[codec], strict=True):
-                target.write(span, codec.decode(payload, len(span)))
-            parts[f"{codec.name} placed"] = time.perf_counter() - decoded
-            parts[f"{codec.name} encode"] = encoded - started
-            parts[f"{codec.name} decode"] = decoded - encoded
-        if turn:  # the first round warms up
-            for what, value in parts.items():
-                taken[what].append(value)
-    raw_bytes = geometry.bytes_per_token * len(prompt)
-    return {codec.name: _speeds(codec.name, taken, raw_bytes) | _size(codec) for codec in codecs}
-
-
-def _speeds(name: str, taken: dict[str, list[float]], raw_bytes: int) -> dict[str, Any]:
-    medians = {what: statistics.median(taken[f"{name} {what}"]) for what in ("encode", "decode")}
-    return {
-        "encode_gb_s": round(raw_bytes / medians["encode"] / 1e9, 2),
-        "decode_gb_s": round(raw_bytes / medians["decode"] / 1e9, 2),
-        "prefill_ms": median_ms(taken["prefill"]),
-        **{  # placed: decoded and copied to the request's rows
-            f"{what}_share": median_ratio(taken[f"{name} {what}"], taken["prefill"])
-            for what in ("encode", "decode", "placed")
-        },
-    }
 
 
 def _size(codec: Codec) -> dict[str, float]:

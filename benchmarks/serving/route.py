@@ -11,13 +11,13 @@ import argparse
 import contextlib
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common.material import dtype_name, engine_of, stream
-from benchmarks.common.measure import Row, median_ms, median_ratio
+from benchmarks.common.measure import Row, by_turns, median_ms, median_ratio
 from kvboost import KVBoost, Sampling
 from kvboost.engine.results import Delta
 
@@ -46,16 +46,18 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
 def _measure(
     ways: dict[str, Ask], words: Any, options: argparse.Namespace
 ) -> dict[tuple[str, str], list[tuple[float, float]]]:
-    times: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for turn in range(options.rounds + 1):
+    def ask(way: str, turn: int) -> list[tuple[float, float]]:
         shared = words.decode(stream(words, options.prompt, seed=turn))
         asked = [words.decode(stream(words, options.own, 1000 + 2 * turn + n)) for n in (0, 1)]
-        first = turn % len(WAYS)
-        for way in WAYS[first:] + WAYS[:first]:
-            for state, question in zip(("cold", "warm"), asked, strict=True):
-                # In process the two ways share a store: each has a beginning of its own.
-                times[state, way].append(ways[way](f"{way} {shared}\n\n{question}"))
-    return {key: values[1:] for key, values in times.items()}  # the first round warmed up
+        # In process the two ways share a store: each has a beginning of its own.
+        return [ways[way](f"{way} {shared}\n\n{question}") for question in asked]
+
+    rounds = by_turns({way: partial(ask, way) for way in WAYS}, options.rounds)
+    return {
+        (state, way): [each[number] for each in rounds[way]]
+        for number, state in enumerate(("cold", "warm"))
+        for way in WAYS
+    }
 
 
 def _table(times: dict[tuple[str, str], list[tuple[float, float]]]) -> Iterator[Row]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.measure import Row, seconds, turns
+from benchmarks.common.measure import Row, by_turns, seconds
 from kvboost.core import FrameKey, PrefixKey
 from kvboost.tiers.base import Tier
 from kvboost.tiers.mooncake import MooncakeTier
@@ -139,25 +138,27 @@ def _measure(url: str, ways: dict[str, Any], size_bytes: int, num_rounds: int) -
     frames = {
         PrefixKey(os.urandom(32)): memoryview(os.urandom(size_bytes)) for _ in range(num_frames)
     }
-    taken: dict[tuple[str, str], list[float]] = {}
-    for number, (name, way) in turns(list(ways.items()), num_rounds + 1):
-        put_s = seconds(lambda: way.put(frames))  # noqa: B023
-        get_s = seconds(lambda: way.get(list(frames)))  # noqa: B023
+
+    def times_of(way: Any) -> tuple[float, float]:
+        put_s = seconds(lambda: way.put(frames))
+        get_s = seconds(lambda: way.get(list(frames)))
         way.discard(list(frames))
-        if number:  # the first round connects and touches the server's memory
-            taken.setdefault(("put", name), []).append(put_s)
-            taken.setdefault(("get", name), []).append(get_s)
-    for action in ("put", "get"):
+        return put_s, get_s
+
+    sides = {name: lambda _, way=way: times_of(way) for name, way in ways.items()}
+    taken = {name: np.median(each, axis=0) for name, each in by_turns(sides, num_rounds).items()}
+    size_mb = num_frames * size_bytes / MB
+    for number, action in enumerate(("put", "get")):
         for name in list(ways)[1:]:
-            ours, theirs = taken[action, "tier"], taken[action, name]
+            ours_s, theirs_s = float(taken["tier"][number]), float(taken[name][number])
             yield {
                 "server": "unix" if url.startswith("unix") else url.split("?")[0].split(":")[0],
                 "action": action,
                 "frame_mb": size_bytes / MB,
                 "bare": name,
-                "tier_mb_s": round(num_frames * size_bytes / MB / statistics.median(ours)),
-                "bare_mb_s": round(num_frames * size_bytes / MB / statistics.median(theirs)),
-                "tier_to_bare": round(statistics.median(theirs) / statistics.median(ours), 2),
+                "tier_mb_s": round(size_mb / ours_s),
+                "bare_mb_s": round(size_mb / theirs_s),
+                "tier_to_bare": round(theirs_s / ours_s, 2),
             }
 
 

@@ -27,7 +27,6 @@ GB = 10**9
 ENGINES = {
     "ours": "layer streaming",
     "accelerate": "accelerate's offload to the disk, with the same budget on the CPU",
-    "accelerate-cpu": "accelerate's offload to the CPU: all weights in memory",
     "whole": "Transformers with all weights in memory",
 }
 

@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from accelerate import cpu_offload
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -69,8 +68,6 @@ def load_other(task: dict[str, Any], scratch: str) -> tuple[Any, Any]:
         memory = {"cpu": task["budget_bytes"]}
         arguments = {"device_map": "auto", "max_memory": memory, "offload_folder": scratch}
     model = AutoModelForCausalLM.from_pretrained(task["folder"], **arguments)
-    if task["engine"] == "accelerate-cpu":
-        cpu_offload(model)
     return model, AutoTokenizer.from_pretrained(task["folder"])
 
 
