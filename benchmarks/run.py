@@ -1,8 +1,6 @@
 """One entry to all measurements: rows as they come, and as the last line one JSON document.
 
 python benchmarks/run.py speed --model FOLDER [FOLDER ...] --dtype bf16 --rounds 5
-
-`bench` is `kvboost bench`: all systems side by side, and the report.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import Any
 
 # Before torch loads: threads that spin at barriers stall each other when cores are busy. Batches
 # have many barriers and are faster with it on a quiet machine, which comparisons want anyway.
-if not {"throughput", "bench"} & set(sys.argv):
+if "throughput" not in sys.argv:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 ROOT = Path(__file__).parents[1]
@@ -29,7 +27,6 @@ from transformers.utils import logging
 
 from benchmarks.common.measure import Row, environment
 from get_model import get_model
-from kvboost.cli.main import main as kvboost_command
 
 QUESTIONS = {
     "speed": "latency.speed",
@@ -90,8 +87,6 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["bench"]:
-        sys.exit(kvboost_command(sys.argv[1:]))
     logging.disable_progress_bar()
     options = make_parser().parse_args()
     found = []

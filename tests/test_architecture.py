@@ -26,7 +26,7 @@ MAX_LINES = {
     "application": 5_970,
     "weights": 700,
     "connectors": 2_295,
-    "bench": 5_145,
+    "bench": 4_670,
     "fleet": 1_775,
     "probe": 1_150,
     "integrations": 85,

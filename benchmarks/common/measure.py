@@ -8,7 +8,6 @@ import platform
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,12 +39,6 @@ def by_turns(sides: Mapping[N, Callable[[int], T]], num_rounds: int) -> dict[N, 
     for number, name in turns(list(sides), num_rounds + 1):
         taken[name].append(sides[name](number))
     return {name: given[1:] for name, given in taken.items()}
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.material import engine_of, stream
-from benchmarks.common.measure import Row, seconds, turns
+from benchmarks.common.measure import Row, turns
 from kvboost import KVBoost
+from kvboost.bench.clock import seconds
 from kvboost.core import MatchKind
 
 QUESTIONS = (

@@ -21,7 +21,6 @@ from kvboost.engine.prefill import Terms, complete, prefill
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=100)
-    parser.add_argument("--start", type=int, default=0, help="go on from this prompt")
     parser.add_argument("--new", type=int, default=64, help="tokens to generate")
     parser.add_argument("--longest", type=int, default=3000, help="tokens of the longest prompt")
     parser.add_argument("--deterministic", action="store_true")
@@ -32,7 +31,7 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
     bare = None if options.deterministic else model(options)
     shapes = {"deterministic": options.deterministic, "piece_tokens": options.piece}
     with engine_of(options, **shapes) as engine:
-        for turn in range(options.start, options.prompts):
+        for turn in range(options.prompts):
             yield _compare(turn, bare, engine, options)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
-import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,9 +20,15 @@ from benchmarks.common.measure import Row
 from benchmarks.common.tasks import TASKS, Item, f1, items, prompt, scored
 from kvboost import KVBoost
 from kvboost.bench import records
-from kvboost.bench.questions.frontier import greedy, led_along, reference, timed_prefill
+from kvboost.bench.questions.frontier import (
+    greedy,
+    led_along,
+    reference,
+    repaired,
+    timed_prefill,
+)
 from kvboost.bench.statistics import interval
-from kvboost.build import Parts, build_repair, build_store
+from kvboost.build import Parts, build_store
 from kvboost.engine.prefill import Terms, keep
 from kvboost.engine.texts import PREFACE, tokens_of
 from kvboost.engine.verify import compare
@@ -146,12 +151,12 @@ def _kept(path: Path | None, of_all: Row) -> dict[tuple[str, str], dict[int, Any
 
 def summary(measured: list[dict[str, float]]) -> Row:
     """Means over the prompts, some with an interval; the time share is a median."""
+    columns = {key: np.array([each[key] for each in measured]) for key in measured[0]}
     means = {
-        key: round(statistics.mean(each[key] for each in measured), 4)
-        for key in measured[0]
+        key: round(float(np.mean(each)), 4)
+        for key, each in columns.items()
         if key not in ("time_share", "full_s")
     }
-    columns = {key: np.array([each[key] for each in measured]) for key in measured[0]}
     compared = {"kl": columns["kl"], "same_text": columns["same_text"]}
     if "score" in columns:
         compared["same_answer"] = columns["same_answer"]
@@ -176,21 +181,13 @@ def _measure_item(
     full_ms, answer, fresh = reference(tokens, _fresh(base), MOST_NEW, ends)
     results, stores = [], {}
     for case in cases:
-        options = replace(
-            base.options,
-            recompute_strategy=case.strategy,
-            recompute_ratio=case.ratio,
-            recompute_overlap=case.overlap,
-            company=case.company,
-        )
-        repairs = {case.ratio: build_repair(options, case.ratio)}
-        kind = case.encoding
-        if kind not in stores:
-            stores[kind] = _fresh(replace(base, options=options)).store
-            reading = replace(base, options=options, store=stores[kind], cost=CostModel())
+        known = {"recompute_overlap": case.overlap, "company": case.company}
+        parts = repaired(base, case.strategy, case.ratio, **known)
+        if case.encoding not in stores:
+            stores[case.encoding] = _fresh(parts).store
+            reading = replace(parts, store=stores[case.encoding])
             _read_documents(item, others, case.encoding, reading, words, number)
-        parts = replace(base, options=options, store=stores[kind], repairs=repairs)
-        parts = replace(parts, cost=CostModel())
+        parts = replace(parts, store=stores[case.encoding], cost=CostModel())
         asked = tokens
         if case.exchanges_documents:
             exchanged = replace(item, documents=_exchanged(item.documents, number))

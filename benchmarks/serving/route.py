@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.common.material import dtype_name, engine_of, stream
 from benchmarks.common.measure import Row, by_turns, median_ms, median_ratio
-from kvboost import KVBoost, Sampling
-from kvboost.engine.results import Delta
+from benchmarks.serving.stalls import Stream
+from kvboost import KVBoost
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -78,16 +78,9 @@ def _ways(engine: KVBoost, client: OpenAI, num_new: int) -> dict[str, Ask]:
         return _clock(lambda: engine.stream(prompt, num_new, min_new_tokens=num_new))
 
     def by_submit(prompt: str) -> tuple[float, float]:
-        first: list[float] = []
-
-        def hear(delta: Delta) -> None:
-            if delta.text and not first:
-                first.append(time.perf_counter())
-
-        started = time.perf_counter()
-        sampling = Sampling(max_new_tokens=num_new, ignore_eos=True)
-        engine.submit(prompt, sampling, listener=hear).result()
-        return first[0] - started, time.perf_counter() - started
+        asked = Stream(engine, prompt, num_new)
+        asked.ticket.result()
+        return asked.times[0] - asked.started_at, time.perf_counter() - asked.started_at
 
     def by_route(prompt: str) -> tuple[float, float]:
         def answer() -> Iterator[str]:

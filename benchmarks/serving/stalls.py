@@ -28,7 +28,7 @@ POLL_S = 0.002
 class Stream:
     """Notes when each token of an answer came."""
 
-    def __init__(self, engine: KVBoost, prompt: list[int], max_new_tokens: int) -> None:
+    def __init__(self, engine: KVBoost, prompt: str | list[int], max_new_tokens: int) -> None:
         self.times: list[float] = []
         self.started_at = time.perf_counter()
         sampling = Sampling(max_new_tokens=max_new_tokens, ignore_eos=True)

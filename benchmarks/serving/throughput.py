@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks.common.material import stream, tokenizer
-from benchmarks.common.measure import Row, median_ratio, seconds
+from benchmarks.common.measure import Row, median_ratio
+from kvboost.bench.clock import seconds
 from kvboost.bench.systems import SYSTEMS, System, WorkerProcess
 
 REFERENCE = "transformers"

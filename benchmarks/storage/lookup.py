@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.measure import Row, median_ms, seconds
+from benchmarks.common.measure import Row, median_ms
+from kvboost.bench.clock import seconds
 from kvboost.core import Entry, Provenance
 from kvboost.reuse.chunks import split
 from kvboost.reuse.keys import derive, namespace

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.measure import Row, by_turns, seconds
+from benchmarks.common.measure import Row, by_turns
+from kvboost.bench.clock import seconds
 from kvboost.core import FrameKey, PrefixKey
 from kvboost.tiers.base import Tier
 from kvboost.tiers.mooncake import MooncakeTier

@@ -13,15 +13,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from benchmarks.common.measure import Row, in_process, seconds, turns
+from benchmarks.common.measure import Row, in_process, turns
 from benchmarks.weights.random_checkpoint import SHAPES, save_random
+from kvboost.bench.clock import seconds
 
 GB = 10**9
 ENGINES = {
@@ -33,7 +33,6 @@ ENGINES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-7b")
-    parser.add_argument("--checkpoint", help="folder to run instead of random weights of a shape")
     parser.add_argument("--budget", type=float, default=3.0, help="GB of weights in memory")
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--prefix", type=int, default=1024, help="tokens that prompts share")
@@ -42,11 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Iterator[Row]:
-    given = options.checkpoint
-    with nullcontext(given) if given else tempfile.TemporaryDirectory() as folder:
-        if not given:
-            print(f"writing random weights of {options.shape} ...", file=sys.stderr)
-            save_random(options.shape, Path(folder))
+    with tempfile.TemporaryDirectory() as folder:
+        print(f"writing random weights of {options.shape} ...", file=sys.stderr)
+        save_random(options.shape, Path(folder))
         yield from _measure(Path(folder), options)
 
 

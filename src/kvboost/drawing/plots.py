@@ -159,8 +159,6 @@ def points(
     y_axis = _scaled([p.y for p in named], y, bottom - 10, top + 10)
     marks = svg.x_axis(x_axis, top, bottom, x.title)
     marks += svg.y_axis(y_axis, _LEFT, _RIGHT - 8, y.title)
-    if x.mark is not None:
-        marks.append(svg.line(x_axis.at(x.mark), top, x_axis.at(x.mark), bottom, "mark"))
     places = [(x_axis.at(p.x), y_axis.at(p.y)) for p in named]
     taken = [(a - 4, b - 4, a + 4, b + 4) for a, b in places]
     if is_joined:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvboost.bench.clock import seconds
 from kvboost.bench.doctor.facts import DeviceFacts, Step
 from kvboost.bench.doctor.rounds import request_of
 from kvboost.build import Parts
@@ -74,14 +74,7 @@ def _attention(parts: Parts) -> str:
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
     """Seconds, the median of a few after one that is not counted."""
-    times = []
-    for _ in range(NUM_TIMES + 1):
-        torch.accelerator.synchronize(device)
-        started = time.perf_counter()
-        work()
-        torch.accelerator.synchronize(device)
-        times.append(time.perf_counter() - started)
-    return median(times[1:])
+    return median([seconds(work, device) for _ in range(NUM_TIMES + 1)][1:])
 
 
 def _launch_us(device: torch.device) -> float:
@@ -138,9 +131,9 @@ def _prompt(number: int) -> list[int]:
 def _plain_step_ms(model: PreTrainedModel, num_answers: int) -> float:
     tokens = torch.tensor([_prompt(number) for number in range(num_answers)], device=model.device)
 
-    def seconds(num_new: int) -> float:
+    def taken_s(num_new: int) -> float:
         rules = {"min_new_tokens": num_new, "max_new_tokens": num_new, "do_sample": False}
         mask = torch.ones_like(tokens)
         return _timed(lambda: model.generate(tokens, attention_mask=mask, **rules), model.device)
 
-    return 1e3 * (seconds(NUM_NEW + 1) - seconds(1)) / NUM_NEW
+    return 1e3 * (taken_s(NUM_NEW + 1) - taken_s(1)) / NUM_NEW

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvboost.bench.clock import seconds
 from kvboost.bench.doctor.facts import TierSpeed
 from kvboost.codecs.frame import allocate, check, write
 from kvboost.codecs.raw import RawCodec
@@ -79,8 +79,8 @@ def memory_speed(rounds: list[Frames]) -> TierSpeed:
     puts, gets = [], []
     for frames in rounds:
         copies: list[memoryview] = []
-        puts.append(_size([frames]) / _seconds(partial(copies.extend, _copies(frames))))
-        gets.append(_size([frames]) / _seconds(partial(_copy_all, copies, rows)))
+        puts.append(_size([frames]) / seconds(partial(copies.extend, _copies(frames))))
+        gets.append(_size([frames]) / seconds(partial(_copy_all, copies, rows)))
     return TierSpeed("memory", median(puts), median(gets), 0.0)
 
 
@@ -123,10 +123,10 @@ def _speed(
     try:
         for frames in rounds:
             size_bytes = sum(frame.nbytes for frame in frames.values())
-            answers.append(_seconds(lambda: tier.get([PrefixKey(os.urandom(32))])))
-            puts.append(size_bytes / _seconds(partial(_put, tier, frames)))
+            answers.append(seconds(lambda: tier.get([PrefixKey(os.urandom(32))])))
+            puts.append(size_bytes / seconds(partial(_put, tier, frames)))
             forget()
-            gets.append(size_bytes / _seconds(partial(_get, tier, frames, rows)))
+            gets.append(size_bytes / seconds(partial(_get, tier, frames, rows)))
             tier.discard(frames)
     finally:
         tier.close()
@@ -158,12 +158,6 @@ def _copies(frames: Frames) -> Iterator[memoryview]:
         copy = allocate(frame.nbytes)
         copy[:] = frame
         yield copy
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def _size(rounds: list[Frames]) -> int:

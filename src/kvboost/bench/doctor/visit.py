@@ -6,12 +6,14 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvboost.bench import machine
+from kvboost.bench.clock import seconds
 from kvboost.bench.doctor import device, tier_speed
 from kvboost.bench.doctor.facts import (
     Machine,
@@ -188,9 +190,5 @@ def _packing(model: PreTrainedModel, say: Say) -> Packing | None:
 def _step_ms(model: PreTrainedModel) -> list[float]:
     """A token of each sequence in one forward, without the first one."""
     tokens = torch.arange(5, 5 + NUM_SEQUENCES, device=model.device)[:, None]
-    times = []
-    for _ in range(NUM_STEPS + 1):
-        started = time.perf_counter()
-        model(input_ids=tokens, use_cache=False)
-        times.append(1e3 * (time.perf_counter() - started))
-    return times[1:]
+    step = partial(model, input_ids=tokens, use_cache=False)
+    return [1e3 * seconds(step, model.device) for _ in range(NUM_STEPS + 1)][1:]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from kvboost.bench.questions.subjects import Row, Subject, layouts, now, round_ms, shuffled
+from kvboost.bench.clock import now
+from kvboost.bench.questions.subjects import Row, Subject, layouts, round_ms, shuffled
 from kvboost.build import Parts, build_repair
 from kvboost.core import MatchKind
 from kvboost.engine.prefill import Prefilled, Terms, complete, prefill
@@ -55,17 +57,18 @@ def frontier(subject: Subject) -> Iterator[Row]:
                 if way is None:
                     full_ms.append(reference(moved, session.parts, num_new=1)[0])
                 else:
-                    parts = _with_repair(session.parts, way)
+                    parts = repaired(session.parts, way.strategy, way.ratio)
                     seen[way].append(_measure(moved, answer, fresh, parts, way))
     for case, measured in seen.items():
         yield {"repair": case.repair, "tokens": subject.num_tokens, **_row(measured, full_ms)}
 
 
-def _with_repair(parts: Parts, case: Case) -> Parts:
+def repaired(parts: Parts, strategy: str, ratio: float, **options: Any) -> Parts:
     """The same store under another repair; a cost model that knows nothing drops nothing."""
-    options = replace(parts.options, recompute_strategy=case.strategy, recompute_ratio=case.ratio)
-    repairs = {case.ratio: build_repair(options, case.ratio)}
-    return replace(parts, options=options, repairs=repairs, cost=CostModel())
+    chosen: dict[str, Any] = {"recompute_strategy": strategy, "recompute_ratio": ratio, **options}
+    given = replace(parts.options, **chosen)
+    repairs = {ratio: build_repair(given, ratio)}
+    return replace(parts, options=given, repairs=repairs, cost=CostModel())
 
 
 def timed_prefill(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria
 
+from kvboost.bench.clock import now
 from kvboost.bench.texts import reference_pages
 from kvboost.build import Parts, build
 from kvboost.config import MIB, make_options
@@ -252,13 +252,6 @@ class Subject:
     def _load(self) -> Any:
         loaded = AutoModelForCausalLM.from_pretrained(self.model, dtype=DTYPES[self.dtype])
         return loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-
-
-def now(device: torch.device) -> float:
-    """The clock, once a GPU has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def shuffled(items: Iterable[N], seed: int) -> list[N]:

@@ -1,12 +1,11 @@
 """Reads results.jsonl; the order and the colours of what is in it."""
 
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from kvboost.bench import systems
+from kvboost.bench import records, systems
 from kvboost.bench.names import WORKLOADS
 from kvboost.errors import KVBoostError
 
@@ -29,48 +28,19 @@ STAGES = ("tokenize", "wait", "lookup", "load", "select", "forward", "decode")
 
 # The page's style sheet gives each family its colour; the accent is ours alone.
 _FAMILIES = ("transformers", "kvboost-public", "vllm", "llama")
-_RUN: Line = dict.fromkeys(("model", "dtype", "commit", "date"), "?") | {
-    "seed": 0,
-    "rounds": 0,
-    "seconds": 0.0,
-    "machine": {},
-    "settings": {},
-    "is_quick": False,
-}
-_NEEDED = {
-    "system": ("system", "title"),
-    "absent": ("system", "title", "why"),
-    "measure": (
-        *("workload", "phase", "metric", "system", "baseline"),
-        *("system_ms", "baseline_ms", "ratio"),
-    ),
-    "stages": ("workload", "phase", "system", "stages_ms", "total_ms"),
-    "traffic": (
-        *("system", "requests", "ttft_p50_ms", "ttft_p95_ms", "total_p50_ms", "total_p95_ms"),
-    ),
-}
-_QUALITIES = ("top1", "baseline_top1", "score", "baseline_score")
-_OPTIONAL: dict[str, Line] = {
-    "system": {"versions": {}},
-    "measure": dict.fromkeys(("low", "high", "prompt_tokens", *_QUALITIES)) | {"pairs": 0},
-    "stages": {"covered": None, "least_covered": None, "answers": 0},
-    "traffic": {"seconds": 0.0, "repeats": 1},
-}
 
 
 class Results:
     """All lines of a run."""
 
-    def __init__(self, kinds: Mapping[str, list[dict[str, Any]]]) -> None:
-        """`kinds` has the lines by their kind."""
+    def __init__(self, lines: Sequence[Line]) -> None:
+        def of(kind: str) -> list[Line]:
+            return [line for line in lines if line["kind"] == kind]
 
-        def whole(kind: str) -> list[Line]:
-            return [{**_OPTIONAL.get(kind, {}), **line} for line in kinds.get(kind, [])]
-
-        self.run = {**_RUN, **kinds.get("run", [{}])[-1]}
-        self.systems, self.absent = whole("system"), whole("absent")
-        self.measures, self.stages, self.traffic = map(whole, ("measure", "stages", "traffic"))
-        self._questions = kinds.get("question", [])
+        (self.run,) = of("run")
+        self.systems, self.absent = of("system"), of("absent")
+        self.measures, self.stages, self.traffic = of("measure"), of("stages"), of("traffic")
+        self._questions = of("question")
 
     @cached_property
     def _measures(self) -> dict[tuple[str, ...], Line]:
@@ -119,27 +89,14 @@ class Results:
 
 
 def read_results(path: Path) -> Results:
-    """Read results.jsonl.
+    """Read results.jsonl, which `results` of `kvboost.bench.results` makes of raw.jsonl.
 
     Raises:
-        KVBoostError: The file is not there, or a line of it is damaged.
+        KVBoostError: The file is not there.
     """
     if not path.is_file():
         raise KVBoostError(f"{path.name} is not in {path.parent}: run the benchmark there first")
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            line = json.loads(text)
-            kind = line["kind"]
-        except (ValueError, TypeError, KeyError):
-            message = f"line {number} of {path.name} is damaged: make it from raw.jsonl again"
-            raise KVBoostError(message) from None
-        lost = [name for name in _NEEDED.get(kind, ()) if name not in line]
-        if lost:
-            message = f"{path.name} lacks fields ({', '.join(lost)}): make it from raw.jsonl again"
-            raise KVBoostError(message)
-        kinds.setdefault(kind, []).append(line)
-    return Results(kinds)
+    return Results(records.read(path))
 
 
 def known(rows: Iterable[Line], *names: str) -> list[Line]:

@@ -47,9 +47,9 @@ def stages(results: Results) -> Section | None:
 def _waterfall(lines: Sequence[Line], names: list[str], phase: str) -> str:
     rows = []
     for line in lines:
-        total_ms, covered = line["total_ms"], line["covered"]
+        total_ms = line["total_ms"]
         pieces = {f"stage-{name}": line["stages_ms"].get(name, 0.0) for name in names}
-        pieces["stage-rest"] = 0.0 if covered is None else (1.0 - covered) * total_ms
+        pieces["stage-rest"] = (1.0 - line["covered"]) * total_ms
         shown = tuple((css, length) for css, length in pieces.items() if length > 0)
         rows.append(plots.Stack(line["workload"], shown, ms(total_ms)))
     keys = [*((name, f"stage-{name}") for name in names), ("not covered", "stage-rest")]

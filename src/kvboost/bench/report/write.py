@@ -16,7 +16,7 @@ def write_report(folder: Path) -> tuple[Path, Path]:
     among what we lose.
 
     Raises:
-        KVBoostError: There are no results, or they are damaged.
+        KVBoostError: There are no results.
     """
     results = read_results(folder / "results.jsonl")
     made = sections(results, read_notes(folder / "notes.md"))

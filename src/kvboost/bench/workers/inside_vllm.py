@@ -177,7 +177,8 @@ class WithLMCache(Vllm):
         command = [str(program), "server", *options.split(), "--supported-transfer-mode", "auto"]
         self._server = subprocess.Popen(command)
         self._http = f"http://localhost:{http_port}"
-        self._wait(port)
+        address = "localhost", port
+        loop.wait_for(self._server, lambda: _listens(address), START_S, "LMCache's server")
         connector = {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",
@@ -198,14 +199,10 @@ class WithLMCache(Vllm):
         self._server.terminate()
         self._server.wait()
 
-    def _wait(self, port: int) -> None:
-        until = time.monotonic() + START_S
-        while self._server.poll() is None and time.monotonic() < until:
-            with socket.socket() as trial:
-                if trial.connect_ex(("localhost", port)) == 0:
-                    return
-            time.sleep(0.1)
-        raise RuntimeError("LMCache's server did not start; see the log")
+
+def _listens(address: tuple[str, int]) -> bool:
+    with socket.create_connection(address):
+        return True
 
 
 _KINDS = {None: Vllm, "kvboost": WithKVBoost, "lmcache": WithLMCache}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
+import http
 import json
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ PROGRAM = Path(sys.prefix).parent / "build" / "bin" / "llama-server"
 REUSED_TOKENS = 64  # the least piece that is moved
 START_S = 300.0
 REPLY_S = 600.0
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # through no proxy
 
 
 class LlamaServer(loop.System):
@@ -40,7 +42,7 @@ class LlamaServer(loop.System):
         command += ["--cache-ram", "0"]
         command += ["--slot-save-path", tempfile.gettempdir()]  # without it no slot can be erased
         self._process = subprocess.Popen([*command, *options])
-        self._wait()
+        loop.wait_for(self._process, self._is_healthy, START_S, "llama-server")
 
     def versions(self) -> dict[str, str]:
         said = subprocess.run([str(PROGRAM), "--version"], capture_output=True, text=True)
@@ -48,9 +50,8 @@ class LlamaServer(loop.System):
         return {"llama.cpp": first.removeprefix("version: ")}
 
     def forget(self) -> None:
-        status, said = self._post("/slots/0?action=erase", {})
-        if status != http.HTTPStatus.OK:
-            raise RuntimeError(f"llama-server does not erase its slot: {said!r}")
+        with self._open("/slots/0?action=erase", {}) as response:
+            response.read()
 
     def ask(self, tokens: list[int], num_new: int) -> loop.Answer:
         started = time.perf_counter()
@@ -64,11 +65,7 @@ class LlamaServer(loop.System):
             "return_tokens": True,
             "ignore_eos": True,
         }
-        connection = self._connect()
-        connection.request("POST", "/completion", json.dumps(body), _HEADERS)
-        with connection.getresponse() as response:
-            if response.status != http.HTTPStatus.OK:
-                raise RuntimeError(f"llama-server: {response.status} {response.read()!r}")
+        with self._open("/completion", body) as response:
             for line in response:
                 if not line.startswith(b"data: {"):
                     continue
@@ -76,7 +73,6 @@ class LlamaServer(loop.System):
                 answer += last.get("tokens") or []
                 first_at = first_at or time.perf_counter()
         ended = time.perf_counter()
-        connection.close()
         num_cached = last.get("timings", {}).get("cache_n")
         return loop.Answer((first_at or ended) - started, ended - started, answer, num_cached)
 
@@ -90,32 +86,18 @@ class LlamaServer(loop.System):
         self._process.terminate()
         self._process.wait()
 
-    def _wait(self) -> None:
-        until = time.monotonic() + START_S
-        while time.monotonic() < until:
-            if self._process.poll() is not None:
-                break
-            try:
-                connection = self._connect()
-                connection.request("GET", "/health")
-                if connection.getresponse().status == http.HTTPStatus.OK:
-                    return
-            except OSError:
-                pass
-            time.sleep(0.1)
-        raise RuntimeError("llama-server did not start; see the log")
+    def _is_healthy(self) -> bool:
+        with self._open("/health") as response:
+            return bool(response.status == http.HTTPStatus.OK)
 
-    def _post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        connection = self._connect()
-        connection.request("POST", path, json.dumps(body), _HEADERS)
-        with connection.getresponse() as response:
-            return response.status, response.read()
-
-    def _connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self._port, timeout=REPLY_S)
-
-
-_HEADERS = {"Content-Type": "application/json"}
+    def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The answer to a request; an error of the server is raised."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}{path}",
+            None if body is None else json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        return _DIRECT.open(request, timeout=REPLY_S)
 
 
 if __name__ == "__main__":

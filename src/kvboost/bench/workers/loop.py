@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -91,6 +93,19 @@ def num_common(first: Sequence[int], second: Sequence[int]) -> int:
     """Tokens at the beginning of both."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def wait_for(
+    process: subprocess.Popen[bytes], is_ready: Callable[[], bool], seconds: float, name: str
+) -> None:
+    """Wait until a server that was started takes requests."""
+    until = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < until:
+        with contextlib.suppress(OSError):
+            if is_ready():
+                return
+        time.sleep(0.1)
+    raise RuntimeError(f"{name} did not start; see the log")
 
 
 def free_port() -> int:
