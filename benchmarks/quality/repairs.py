@@ -185,7 +185,7 @@ def _measure_item(
         parts = repaired(base, case.strategy, case.ratio, **known)
         if case.encoding not in stores:
             stores[case.encoding] = _fresh(parts).store
-            reading = replace(parts, store=stores[case.encoding])
+            reading = replace(parts, store=stores[case.encoding], repairs=base.repairs)
             _read_documents(item, others, case.encoding, reading, words, number)
         parts = replace(parts, store=stores[case.encoding], cost=CostModel())
         asked = tokens
