@@ -289,6 +289,7 @@ def test_a_follow_up_question_on_moved_text_is_exact(
     asked = [rag(words, 90, order) for order in ((0, 1, 2), (2, 0, 1))]
     with start({"quality_budget": 100.0, "audit_ratio": 0.0}) as server:
         server.complete(asked[0])
+        server.forget()  # once all of it is saved
         first = server.complete(asked[1], most=NUM_NEW, reuse="auto")
         assert first.kvboost["provenance"] == "approximate"
         server.forget()  # waits until idle time was used
@@ -318,6 +319,7 @@ def test_crowded_blocks_change_no_text(start: Start, alone: VllmServer, words: A
         assert len(exact) >= len(everything) // 2
         assert [replies[n].text for n in exact] == [expected[n] for n in exact]
         server.forget()  # all blocks came back
+        assert "exact text, and moved text" in server.log.read_text()  # certified with 8 sequences
 
 
 def test_two_ranks_answer_like_one(start: Start, words: Any, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class SparseModel:
         With rows of moved text and spans of it, their other rows are corrected by how the computed
         ones have changed. Returns the logits of the last `num_logits` tokens.
         """
-        hidden = torch.empty(0)
+        last = torch.empty(0, device=self._cache.device)  # hidden states, to make logits of
         start = 0
         for runs in _parts(positions, *self._limits):
             count = sum(map(len, runs))
@@ -64,9 +64,11 @@ class SparseModel:
             finally:
                 self._correction = None
             start += count
+            if len(positions) - start < num_logits:
+                last = torch.cat([last, hidden]) if len(last) else hidden
         if not num_logits:
-            return hidden[:0]
-        logits: torch.Tensor = self._model.compute_logits(hidden[-num_logits:])
+            return last
+        logits: torch.Tensor = self._model.compute_logits(last[-num_logits:])
         return logits
 
     @torch.inference_mode()
