@@ -49,8 +49,11 @@ class FakeSlots:
         ]
 
     def place(self, span: Span, chunk: StoredChunk, offset: int) -> None:
-        for rows, source in zip(self.rows, chunk.kv(), strict=True):
-            rows[:, :, span.start : span.stop] = source[:, :, offset : offset + len(span)]
+        self.write(span, [part[:, :, offset : offset + len(span)] for part in chunk.kv()])
+
+    def write(self, span: Span, kv: list[torch.Tensor]) -> None:
+        for rows, source in zip(self.rows, kv, strict=True):
+            rows[:, :, span.start : span.stop] = source
 
     def read(self, span: Span) -> list[torch.Tensor]:
         return [rows[:, :, span.start : span.stop] for rows in self.rows]
