@@ -57,10 +57,14 @@ def test_a_good_server_passes() -> None:
     ],
 )
 def test_a_fault_is_a_violation(fault: str, seen: str) -> None:
-    row = row_of(FakeServer(fault))
-    told = [*row["violations"], *row["examples"]]
-    assert row["violations"] != []
-    assert any(seen in each for each in told), told
+    told: list[str] = []
+    for _ in range(5):  # a busy machine may not get round to everything in one of them
+        row = row_of(FakeServer(fault))
+        assert row["violations"] != []
+        told += [*row["violations"], *row["examples"]]
+        if any(seen in each for each in told):
+            return
+    raise AssertionError(told)
 
 
 def test_growing_memory_is_a_violation() -> None:
