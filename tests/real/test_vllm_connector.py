@@ -394,15 +394,16 @@ def test_an_awq_checkpoint_is_reused_exactly_and_moved_like_its_model(
     options = {"audit_ratio": 1.0, "quality_budget": 100.0}
 
     def mean_kl(server: VllmServer) -> float:
+        num_moved = 0  # where that pays, which is measured
         for number in range(12):
             server.complete(rag(words, number, (0, 1)))
             server.forget()  # once it is saved
             moved = server.complete(rag(words, number, (1, 0)), most=NUM_NEW, reuse="auto")
-            assert moved.kvboost["provenance"] == "approximate"
+            num_moved += moved.kvboost["provenance"] == "approximate"
             server.forget()  # once it is audited
         verdicts = [float(kl) for kl, _ in VERDICT.findall(server.log.read_text())]
-        assert len(verdicts) == 12
-        return sum(verdicts) / len(verdicts)
+        assert len(verdicts) == num_moved >= 4
+        return sum(verdicts) / num_moved
 
     with start(options, name=str(tmp_path), dtype="bfloat16") as server:
         texts(server, asked)
@@ -412,7 +413,7 @@ def test_an_awq_checkpoint_is_reused_exactly_and_moved_like_its_model(
         assert [each.text for each in warm] == expected
         assert all(each.kvboost["exact_tokens"] == 2 * 128 for each in warm)
         quantised_kl = mean_kl(server)
-    with start(options, dtype="bfloat16") as server:
+    with start(options) as server:
         plain_kl = mean_kl(server)
     assert quantised_kl < 2 * plain_kl
 
