@@ -190,6 +190,22 @@ def test_what_is_exact_already_is_not_promoted() -> None:
     assert side.step({}, {}, ()).audits == []
 
 
+def test_a_prompt_too_long_to_be_promoted_is_not_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes milliseconds of the scheduler's time."""
+    options = Options(reuse="auto", chunk_size=CHUNK_SIZE, audit_ratio=0.0)
+    side = scheduler_side(ELSEWHERE, options=options)
+    promoting(side)
+    request = FakeRequest("r", [*PROMPT, *words(LONGEST_AUDIT, seed=8)])
+    admit(side, request)
+    side.loaded(["r"])
+    request.answer([1, 2])
+    monkeypatch.delattr(module.Choice, "read")
+    side.finish(request)
+    assert side.step({}, {}, ()).audits == []
+
+
 def test_promotions_pause_after_one_that_was_given_up(now: list[float]) -> None:
     options = Options(reuse="auto", chunk_size=CHUNK_SIZE, audit_ratio=0.0)
     side = scheduler_side(ELSEWHERE, options=options)

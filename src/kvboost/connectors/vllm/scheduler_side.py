@@ -232,7 +232,8 @@ class SchedulerSide:
         work.preempted = set(preempted)
         work.is_idle = not num_scheduled
         work.is_quiet = work.is_idle and not requests
-        work.ends_audits = not work.is_quiet and self._wants_blocks(work, requests)
+        if self._audited and not work.is_quiet:
+            work.ends_audits = self._wants_blocks(work, requests)
         for request_id in work.preempted & self._known.keys():
             self._known[request_id].was_loaded = False
         for request_id, count in num_scheduled.items():
@@ -346,7 +347,8 @@ class SchedulerSide:
 
     def _may_promote(self, request: VLLMRequest, known: _Known) -> bool:
         """Whether to prefill an answer exactly that is not audited: nothing has done it yet."""
-        if not self._promotes or self._audited or time.monotonic() < self._promote_at:
+        is_free = not self._audited and time.monotonic() >= self._promote_at
+        if not (self._promotes and is_free and request.num_prompt_tokens < LONGEST_AUDIT):
             return False
         prompt = list(request.all_token_ids[: request.num_prompt_tokens])
         return not self._choice.has_all(self._choice.read(prompt, known.tenant))
