@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--documents", type=int, default=6)
     parser.add_argument("--clients", type=int, default=16, help="of `overload`, without a pause")
-    parser.add_argument("--repeats", type=float, default=0.25, help="of `overload`: their share")
+    parser.add_argument(
+        "--repeats", nargs="+", type=float, default=[0.25], help="of `overload`: their shares"
+    )
     parser.add_argument("--arguments", nargs="*", default=[], help="more arguments for vLLM")
 
 
@@ -223,13 +225,15 @@ def _moved_by_engine(made: Sequence[Item], words: Any, options: argparse.Namespa
 def _overload(start: Start, words: Any, options: argparse.Namespace) -> list[Row]:
     """Requests faster than they can be prefilled; some repeat a prompt that was sent before."""
     length, sides = options.lengths[0], ("vllm", "connector", "off")
-    taken: dict[str, list[list[float]]] = {side: [] for side in sides}
+    taken: dict[tuple[str, float], list[list[float]]] = {
+        (side, repeats): [] for repeats in options.repeats for side in sides
+    }
 
-    def load(server: VllmServer, side: str, round_number: int, seed: int) -> None:
+    def load(server: VllmServer, side: str, repeats: float, round_number: int, seed: int) -> None:
         chance = random.Random(round_number)  # the same repeats for all sides
         asked: list[list[int]] = []
         for number in range(options.prompts):
-            is_new = not asked or chance.random() >= options.repeats
+            is_new = not asked or chance.random() >= repeats
             asked.append(stream(words, length, seed + number) if is_new else chance.choice(asked))
         reuse = "off" if side == "off" else None
         first_s = [0.0] * len(asked)
@@ -241,17 +245,16 @@ def _overload(start: Start, words: Any, options: argparse.Namespace) -> list[Row
         with ThreadPoolExecutor(options.clients) as clients:
             list(clients.map(ask, range(len(asked))))
         all_s = time.perf_counter() - started
-        taken[side].append([all_s, *np.percentile(first_s, [50, 95])])
-        print(f"overload {side}: {all_s:.1f} s", flush=True)
+        taken[side, repeats].append([all_s, *np.percentile(first_s, [50, 95])])
+        print(f"overload {side}, {repeats:.0%} repeats: {all_s:.1f} s", flush=True)
 
     with start(None) as alone, start({}) as ours:
         for server in (alone, ours):
             server.complete(stream(words, 600, 10**6))
-        for number, side in turns(sides, options.rounds):
+        for turn, (number, (side, repeats)) in enumerate(turns(list(taken), options.rounds)):
             time.sleep(SETTLE_S)
             # Prompts of their own: no side finds what another has stored.
-            seed = 10**4 * (len(sides) * number + sides.index(side))
-            load(alone if side == "vllm" else ours, side, number, seed)
+            load(alone if side == "vllm" else ours, side, repeats, number, 10**4 * turn)
     return [
         {
             "part": "overload",
@@ -260,18 +263,19 @@ def _overload(start: Start, words: Any, options: argparse.Namespace) -> list[Row
             "clients": options.clients,
             "requests": options.prompts,
             "tokens": length,
-            "repeats": options.repeats,
+            "repeats": repeats,
             "rounds": options.rounds,
             "s": round(statistics.median(ours_s), 3),
             "vllm_s": round(statistics.median(vllm_s), 3),
             "ratio": median_ratio(ours_s, vllm_s),
             "ratio_interval": interval(np.divide(ours_s, vllm_s), np.median),
         }
+        for repeats in options.repeats
         for side in sides[1:]
         for measured, ours_s, vllm_s in zip(
             ("all", "first token p50", "first token p95"),
-            zip(*taken[side], strict=True),
-            zip(*taken["vllm"], strict=True),
+            zip(*taken[side, repeats], strict=True),
+            zip(*taken["vllm", repeats], strict=True),
             strict=True,
         )
     ]

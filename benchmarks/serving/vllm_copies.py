@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_attn_isa
 
@@ -38,18 +39,20 @@ def main() -> None:
         spans = [Span(at * BLOCK, (at + 1) * BLOCK) for at in range(num_chunks)]
         codec = RawCodec(cache.geometry)
         media = {"": HostBlocks(cache, codec), "frames_": HostFrames(codec)}
+        kept: dict[str, dict[Span, StoredChunk]] = {name: {} for name in media}
         taken: dict[str, list[float]] = {}
         for number in range(task["rounds"] + 1):
-            for name, medium in media.items() if number % 2 else [*media.items()][::-1]:
-                _measure(taken, name, medium, rows, spans)
-    warm = {way: statistics.median(times[1:]) for way, times in taken.items()}
+            for name in media if number % 2 else [*media][::-1]:
+                way = name if number else f"first_{name}"  # memory fills
+                _measure(taken, way, media[name], rows, spans, kept[name])
     size_gb = task["tokens"] * BYTES_PER_TOKEN / 1e9
-    row = {f"{way}_gb_s": round(size_gb / warm[way], 2) for way in warm}
-    for way in warm:
-        if way != "copy":
-            pairs = zip(taken["copy"][1:], taken[way][1:], strict=False)
-            row[f"{way}_share"] = round(statistics.median(copy / each for copy, each in pairs), 3)
-    print(json.dumps(row))
+    row = {way: round(size_gb / statistics.median(times), 2) for way, times in taken.items()}
+    shares = {
+        f"{way}_share": round(statistics.median(np.divide(taken["copy"], times)), 3)
+        for way, times in taken.items()
+        if way != "copy" and "first" not in way
+    }
+    print(json.dumps({f"{way}_gb_s": speed for way, speed in row.items()} | shares))
 
 
 def _measure(
@@ -58,23 +61,27 @@ def _measure(
     medium: Medium,
     rows: BlockRows,
     spans: list[Span],
+    kept: dict[Span, StoredChunk],
 ) -> None:
-    """Save a prompt, copy what was saved, and load it."""
+    """Save a prompt in place of the last one, copy what was saved, and load it."""
 
     def timed(way: str, work: Callable[[], object]) -> None:
         started = time.perf_counter()
         work()
         taken.setdefault(way, []).append(time.perf_counter() - started)
 
-    saved: list[StoredChunk] = []
-    timed(f"{name}save", lambda: saved.extend(_chunk(medium, rows, span) for span in spans))
+    def save() -> None:
+        for span in spans:
+            kept[span] = _chunk(medium, rows, span)
+
+    timed(f"{name}save", save)
     if not name:
-        sources = [torch.zeros(chunk.nbytes, dtype=torch.uint8) for chunk in saved]
+        sources = [torch.zeros(chunk.nbytes, dtype=torch.uint8) for chunk in kept.values()]
         copies = [torch.zeros_like(source) for source in sources]
         timed(
             "copy", lambda: [copy.copy_(each) for copy, each in zip(copies, sources, strict=True)]
         )
-    timed(f"{name}load", lambda: [rows.place(*each, 0) for each in zip(spans, saved, strict=True)])
+    timed(f"{name}load", lambda: [rows.place(*each, 0) for each in kept.items()])
 
 
 def _chunk(medium: Medium, rows: BlockRows, span: Span) -> StoredChunk:

@@ -74,6 +74,15 @@ def test_a_decoded_frame_is_a_view() -> None:
     assert decoded[0].flatten()[0] == 1.0
 
 
+def test_a_frame_has_no_byte_of_the_one_whose_memory_it_takes() -> None:
+    entry = entry_of(8)
+    expected = bytes(written(entry))
+    spoilt = frames.allocate(len(expected))
+    spoilt[:] = b"\xff" * len(expected)
+    del spoilt
+    assert bytes(written(entry)) == expected
+
+
 def test_a_frame_of_another_key_codec_or_geometry_is_refused() -> None:
     source = written(entry_of(8))
     with pytest.raises(FrameError, match="another key"):

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from awq_checkpoints import quantise
 from batching import Engine, greedy
 from device.pretended import Device, pretended, to_device
 from fakes import WordTokenizer, words
 from kvboost import KVBoost
 from kvboost.core import MatchKind, Sampling
 from kvboost.weights.awq import AWQLinear
+from quantised_checkpoints import quantise_awq
 
 pytestmark = pytest.mark.device
 
@@ -53,7 +53,7 @@ def with_awq(model: LlamaForCausalLM) -> LlamaForCausalLM:
         if isinstance(linear, torch.nn.Linear):
             packed = AWQLinear(linear, 32)
             for part, tensor in packed.named_buffers():
-                tensor.copy_(quantise(linear.weight.data, 32)[part])
+                tensor.copy_(quantise_awq(linear.weight.data, 32)[part])
             model.model.set_submodule(name, packed)
     return model
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from awq_checkpoints import save_awq
 from kvboost import KVBoost
 from kvboost.weights.stream import WeightStats, streamed
+from quantised_checkpoints import save_awq
 
 pytestmark = pytest.mark.model
 

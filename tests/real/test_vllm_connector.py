@@ -24,7 +24,6 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from awq_checkpoints import save_awq
 from benchmarks.common.material import stream
 from benchmarks.serving.inside_vllm import VERDICT, copies
 from benchmarks.serving.vllm_server import Reply, VllmServer
@@ -34,6 +33,7 @@ from kvboost.connectors.vllm.events import EventReader
 from kvboost.routing import anchors
 from kvboost.routing.book import Book
 from kvboost.routing.held import Held
+from quantised_checkpoints import save_awq, save_gptq
 from servers import free_port, redis_server
 from waiting import wait_until
 
@@ -139,7 +139,7 @@ def test_a_store_is_shared_and_outlives_vllm(start: Start, alone: VllmServer, wo
 def test_large_k_v_moves_at_a_share_of_the_speed_of_a_copy() -> None:
     row = copies(os.environ["KVBOOST_VLLM_PYTHON"], dtype="fp32", tokens=1024, rounds=5)
     assert row["load_share"] > 0.6, row
-    assert row["save_share"] > 0.15, row  # into memory that the system has to supply
+    assert row["save_share"] > 0.45, row  # in place of evicted chunks; into new memory it is 0.34
     # From and to frames; by gathers of single numbers and by vLLM's operation it was 0.04 and 0.17.
     assert row["frames_save_share"] > 0.06, row
     assert row["frames_load_share"] > 0.2, row
@@ -384,38 +384,50 @@ def kv_bytes(name: str) -> int:
     return int(config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 4)
 
 
-def test_an_awq_checkpoint_is_reused_exactly_and_moved_like_its_model(
-    start: Start, smol: str, words: Any, tmp_path: Path
+AUDITED = {"audit_ratio": 1.0, "quality_budget": 100.0}
+
+
+@pytest.fixture(scope="module")
+def plain_kl(start: Start, words: Any) -> float:
+    """Of moved text on the model that is not quantised."""
+    with start(AUDITED) as server:
+        return moved_kl(server, words)
+
+
+def moved_kl(server: VllmServer, words: Any) -> float:
+    num_moved = 0  # where that pays, which is measured
+    for number in range(12):
+        server.complete(rag(words, number, (0, 1)))
+        server.forget()  # once it is saved
+        moved = server.complete(rag(words, number, (1, 0)), most=NUM_NEW, reuse="auto")
+        num_moved += moved.kvboost["provenance"] == "approximate"
+        server.forget()  # once it is audited
+    verdicts = [float(kl) for kl, _ in VERDICT.findall(server.log.read_text())]
+    assert len(verdicts) == num_moved >= 4
+    return sum(verdicts) / num_moved
+
+
+@pytest.mark.parametrize("save", [save_awq, save_gptq])
+def test_a_quantised_checkpoint_is_reused_exactly_and_moved_like_its_model(
+    save: Callable[[Any, Path, int], Any],
+    plain_kl: float,
+    start: Start,
+    smol: str,
+    words: Any,
+    tmp_path: Path,
 ) -> None:
-    """AWQ runs in 16 bits, where texts are equal if prompts are split alike: after whole blocks."""
+    """These run in 16 bits, where texts are equal if prompts are split alike: at whole blocks."""
     words.save_pretrained(tmp_path)
-    save_awq(AutoModelForCausalLM.from_pretrained(smol, dtype=torch.float32), tmp_path, 64)
+    save(AutoModelForCausalLM.from_pretrained(smol, dtype=torch.float32), tmp_path, 64)
     asked = prompts(words, 50, length=2 * 128 + 1)
-    options = {"audit_ratio": 1.0, "quality_budget": 100.0}
-
-    def mean_kl(server: VllmServer) -> float:
-        num_moved = 0  # where that pays, which is measured
-        for number in range(12):
-            server.complete(rag(words, number, (0, 1)))
-            server.forget()  # once it is saved
-            moved = server.complete(rag(words, number, (1, 0)), most=NUM_NEW, reuse="auto")
-            num_moved += moved.kvboost["provenance"] == "approximate"
-            server.forget()  # once it is audited
-        verdicts = [float(kl) for kl, _ in VERDICT.findall(server.log.read_text())]
-        assert len(verdicts) == num_moved >= 4
-        return sum(verdicts) / num_moved
-
-    with start(options, name=str(tmp_path), dtype="bfloat16") as server:
+    with start(AUDITED, name=str(tmp_path), dtype="bfloat16") as server:
         texts(server, asked)
         expected = texts(server, asked, reuse="off")  # from vLLM's own prefix cache
         server.forget()
         warm = [server.complete(tokens, most=NUM_NEW) for tokens in asked]
         assert [each.text for each in warm] == expected
         assert all(each.kvboost["exact_tokens"] == 2 * 128 for each in warm)
-        quantised_kl = mean_kl(server)
-    with start(options) as server:
-        plain_kl = mean_kl(server)
-    assert quantised_kl < 2 * plain_kl
+        assert moved_kl(server, words) < 2 * plain_kl
 
 
 def test_a_wrong_option_ends_the_start_with_a_hint(start: Start) -> None:

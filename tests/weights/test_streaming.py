@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from awq_checkpoints import pack, quantise, save_awq
 from fakes import WordTokenizer, words
 from kvboost import ConfigError, KVBoost
 from kvboost.models.fingerprint import fingerprint
@@ -22,6 +21,7 @@ from kvboost.weights.awq import AWQLinear
 from kvboost.weights.carrier import Brought, DeviceCopies, Tensors
 from kvboost.weights.stream import StreamedWeights, stream_weights, streamed
 from loras import save_adapter
+from quantised_checkpoints import COLUMN_OF_NIBBLE, pack, quantise_awq, save_awq
 from tiny_models import build, save
 
 pytestmark = pytest.mark.tiny
@@ -321,7 +321,7 @@ def test_other_systems_are_told_that_it_needs_linux(
 @pytest.mark.parametrize("group_size", [32, -1])
 def test_a_packed_layer_computes_what_it_stands_for(dtype: torch.dtype, group_size: int) -> None:
     linear = torch.nn.Linear(64, 72)
-    packed = quantise(linear.weight.data, 64 if group_size == -1 else group_size)
+    packed = quantise_awq(linear.weight.data, 64 if group_size == -1 else group_size)
     layer = AWQLinear(linear, group_size)
     for name in ("qweight", "qzeros", "scales"):
         getattr(layer, name).copy_(packed[name])
@@ -335,7 +335,7 @@ def test_a_packed_layer_computes_what_it_stands_for(dtype: torch.dtype, group_si
 
 def test_nibbles_lie_where_the_published_layout_has_them() -> None:
     numbers = torch.arange(8)[None]
-    assert [hex(word) for word in pack(numbers)[0].tolist()] == ["0x75316420"]
+    assert [hex(word) for word in pack(numbers, COLUMN_OF_NIBBLE)[0].tolist()] == ["0x75316420"]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 1e-2)])

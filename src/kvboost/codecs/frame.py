@@ -98,7 +98,7 @@ def write(entry: Entry, kv: KV, codec: Codec, anchors: Iterable[Anchor] = ()) ->
         xxh3_64_intdigest(payload),
         0,
     )
-    frame[_FIXED.size : _FIXED.size + sum(map(len, parts))] = b"".join(parts)
+    frame[_FIXED.size : head_bytes] = b"".join(parts).ljust(head_bytes - _FIXED.size, b"\0")
     struct.pack_into("<Q", frame, _SEAL_AT, _seal(frame[:head_bytes]))
     return frame
 
@@ -220,7 +220,7 @@ def size_of(head: memoryview) -> int:
 
 
 def allocate(num_bytes: int) -> memoryview:
-    """Memory for a frame, which goes back to the system when the frame is dropped."""
+    """Memory for a frame, to be written in full; it ends with the frame."""
     if not hasattr(mmap, "MAP_POPULATE"):
         return memoryview(mmap.mmap(-1, num_bytes))
     return _slabs.take(num_bytes)
