@@ -103,7 +103,8 @@ class KVBoostConnector(KVConnectorBase_V1):
         if role is KVConnectorRole.SCHEDULER:
             # vLLM's default fails requests whose K/V cannot be loaded.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
-            hash_block = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
+            hash_block = getattr(kv_cache_config, "hash_block_size", None)  # from 0.32 on
+            hash_block = hash_block or vllm_config.cache_config.block_size
             self._scheduler = SchedulerSide(
                 self._options, self._repairs, self._blocks_of, hash_block
             )
